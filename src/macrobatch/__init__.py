@@ -1,0 +1,17 @@
+"""macrobatch: the update of a large batch, in the memory of a micro-batch.
+
+The data flow, and the order in which the package reads:
+
+    batch -> micro-batches        _split
+    -> loss terms                 _losses
+    -> gradients                  _gradients
+    -> weighted sum               _sums
+    -> one update                 _keras
+"""
+
+from macrobatch._checks import ExactnessWarning
+from macrobatch._keras import accumulate, release
+
+__version__ = "0.1.0"
+
+__all__ = ["ExactnessWarning", "accumulate", "release"]

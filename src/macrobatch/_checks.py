@@ -1,0 +1,243 @@
+"""Every validation and its message: what was received, what is expected, what to do."""
+
+import numbers
+import warnings
+import weakref
+from typing import Any, Iterable, List, Optional, Sequence, Set, Tuple
+
+
+class ExactnessWarning(UserWarning):
+    """A part of the model whose update cannot equal that of the whole batch.
+
+    Given once per model, at its first step. It names the layer or the loss and the way out.
+
+    Example:
+
+    >>> import warnings, macrobatch
+    >>> warnings.simplefilter("error", macrobatch.ExactnessWarning)  # refuse inexact training
+    """
+
+
+def micro_batch_size(value: Any) -> int:
+    """Returns `value` as an int, if it is a positive whole number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(
+            "micro_batch_size must be a positive integer: the number of examples whose "
+            "activations are in memory at one time. "
+            f"Received: micro_batch_size={value!r} (of type {type(value).__name__})."
+        )
+    return int(value)
+
+
+def micro_batch_weight(value: Any) -> Any:
+    """Returns `value`, if it can be called."""
+    if value is not None and not callable(value):
+        raise ValueError(
+            "micro_batch_weight must be a function of (x, y, sample_weight) that returns the "
+            "weight of a micro-batch as a scalar, or None. "
+            f"Received: micro_batch_weight={value!r}."
+        )
+    return value
+
+
+def keras_model(model: Any) -> None:
+    """Raises unless `model` is a Keras 3 model on the TensorFlow backend."""
+    import keras
+
+    if not isinstance(model, keras.Model):
+        raise ValueError(
+            "model must be a Keras 3 model (keras.Model). "
+            f"Received: {model!r} (of type {type(model).__module__}.{type(model).__name__}). "
+            "For tf_keras models and loops of your own, use macrobatch.value_and_gradients."
+        )
+    if keras.backend.backend() != "tensorflow":
+        raise ValueError(
+            "macrobatch needs Keras to run on TensorFlow. "
+            f"Received: a model on the {keras.backend.backend()!r} backend. "
+            'Set the environment variable KERAS_BACKEND="tensorflow" before Keras is imported.'
+        )
+
+
+def plain_train_step(model: Any) -> None:
+    """Raises if the model brings a train step of its own."""
+    import keras
+
+    own_class = type(model).train_step is not keras.Model.train_step
+    if own_class or "train_step" in vars(model):
+        raise ValueError(
+            f"The model {model.name!r} ({type(model).__name__}) overrides train_step, which "
+            "cannot be cut into micro-batches from outside. Move the loss into compute_loss, "
+            "or cut the batch inside your train_step with macrobatch.value_and_gradients."
+        )
+
+
+def optimizer(value: Any) -> None:
+    """Raises if the optimizer accumulates by itself."""
+    inner = getattr(value, "inner_optimizer", None)
+    if getattr(value, "gradient_accumulation_steps", None):
+        raise ValueError(
+            "The optimizer accumulates gradients by itself, over several batches. "
+            f"Received: gradient_accumulation_steps={value.gradient_accumulation_steps} on "
+            f"{type(value).__name__}. Leave it out: macrobatch makes one whole update per batch."
+        )
+    if inner is not None:
+        optimizer(inner)
+
+
+def splittable_layers(layers: Iterable[Any]) -> None:
+    """Raises for layers that carry something from one batch to the next, example by example."""
+    for layer in layers:
+        if getattr(layer, "stateful", False):
+            raise ValueError(
+                f"The layer {layer.name!r} is stateful: it carries a state for each position of "
+                "the batch, which has no meaning when the batch is cut into micro-batches. "
+                "Received: stateful=True. Expected: stateful=False."
+            )
+
+
+def no_overwriting_variables(variables: Iterable[Any]) -> None:
+    """Raises for variables whose "gradient" is a value to assign, such as float8 scales."""
+    for variable in variables:
+        if getattr(variable, "overwrite_with_gradient", False):
+            raise ValueError(
+                f"The layer of the variable {variable.path!r} overwrites it with its gradient "
+                "(overwrite_with_gradient=True, as float8 scales do). Such values cannot be "
+                "summed over micro-batches. Train this model without float8 quantization."
+            )
+
+
+def writes_no_trained_variable(written: Iterable[Any], trained: Iterable[Any]) -> None:
+    """Raises if the forward pass assigns a variable that is also trained."""
+    trained_ids = {id(variable) for variable in trained}
+    for variable in written:
+        if id(variable) in trained_ids:
+            raise ValueError(
+                "A forward pass must not write a trained variable: every micro-batch would write "
+                f"it again. Received: the layer of {variable.path!r} assigns it in its call (as "
+                "SpectralNormalization does). Freeze that layer, or leave it out of the model."
+            )
+
+
+def weights_fit_losses(weights: Any, losses: Any, what: str) -> None:
+    """Raises where Keras would multiply losses by weights of another rank.
+
+    It does so by broadcasting from the right, so that weights of shape (B,) on losses of shape
+    (B, T) are refused for most B, but would pass unnoticed in a micro-batch of 1 or T examples.
+    """
+    ranks = len(losses.shape), len(weights.shape)
+    if ranks[0] in (0, ranks[1]):
+        return
+    wider = losses if ranks[0] > ranks[1] else weights
+    if abs(ranks[0] - ranks[1]) == 1 and wider.shape[-1] == 1:
+        return
+    raise ValueError(
+        f"The {what} must have one value for each value of the loss. "
+        f"Received: {what} of shape {tuple(weights.shape)} for losses of shape "
+        f"{tuple(losses.shape)}. Expected: the shape of the losses, or 1 in place of any "
+        "dimension but the first (add axes with `[:, None]`)."
+    )
+
+
+def scalar_weight(weight: Any) -> None:
+    """Raises unless what `micro_batch_weight` returned is a scalar."""
+    if len(weight.shape) != 0:
+        raise ValueError(
+            "micro_batch_weight must return one scalar for a micro-batch. "
+            f"Received: a value of shape {tuple(weight.shape)}. Sum it."
+        )
+
+
+def batch_shapes(leaves: Sequence[Tuple[Optional[int], ...]], shapes: Any) -> None:
+    """Raises unless all parts of a batch have the examples as their first dimension."""
+    if not leaves:
+        raise ValueError(f"A batch must hold at least one tensor. Received: {shapes}.")
+    if () in leaves:
+        raise ValueError(
+            "Every part of a batch must have the examples as its first dimension. "
+            f"Received: a scalar, in shapes {shapes}. Repeat it for every example, or make it a "
+            "constant of the model."
+        )
+    sizes = {shape[0] for shape in leaves if shape[0] is not None}
+    if len(sizes) > 1:
+        raise ValueError(uneven_batch(shapes))
+    if sizes == {0}:
+        raise ValueError(empty_batch(shapes))
+
+
+def uneven_batch(shapes: Any) -> str:
+    """What to say of a batch whose parts have different numbers of examples."""
+    return (
+        "All parts of a batch must have the same number of examples as their first dimension. "
+        f"Received: shapes {shapes}."
+    )
+
+
+def empty_batch(shapes: Any) -> str:
+    """What to say of a batch without examples."""
+    return (
+        f"A batch must have at least one example. Received: shapes {shapes}. "
+        "Filter empty batches out of the dataset."
+    )
+
+
+def inexact(
+    normalizing: List[str],
+    decaying: List[str],
+    writing: List[str],
+    scalars: List[str],
+    overridden: bool,
+) -> List[str]:
+    """What to say of the parts of a model that cannot equal the whole batch."""
+    messages = []
+    if normalizing:
+        messages.append(
+            f"BatchNormalization normalises by the statistics of each micro-batch, not of the "
+            f"batch: the update is not exactly that of the whole batch. Layers: {normalizing}. "
+            "Use a larger micro_batch_size, freeze these layers (trainable=False), or normalise "
+            "by example (LayerNormalization, GroupNormalization)."
+        )
+    if decaying:
+        messages.append(
+            "The moving statistics of these BatchNormalization layers change once per micro-batch, "
+            f"because they use renorm or are called more than once: {decaying}. "
+            "Give each call a layer of its own, without renorm."
+        )
+    if writing:
+        messages.append(
+            "These variables are written by the forward pass, once per micro-batch and not once "
+            f"per batch: {writing}. Make sure that their layers allow for it."
+        )
+    if scalars:
+        messages.append(
+            "These losses are one scalar for the batch. They count as means over the examples, "
+            f"and are exact only if they are: {scalars}. Return one value per example (for Dice "
+            "and Tversky: axis=...), or pass micro_batch_weight=."
+        )
+    if overridden:
+        messages.append(
+            "The model overrides compute_loss. Its scalar counts as a mean over the examples, and "
+            "is exact only if it is one. If it is a mean over something else (tokens, weights), "
+            "pass micro_batch_weight=."
+        )
+    return messages
+
+
+def no_accumulation(examples: int, micro_batch_size: int) -> str:
+    """What to say of a batch that is a single micro-batch."""
+    return (
+        f"Nothing is being accumulated: the first batch has {examples} examples, and "
+        f"micro_batch_size={micro_batch_size} takes them all at once. The batch is what one update "
+        "is made from: choose a larger one with fit(batch_size=...), or dataset.rebatch(n) if the "
+        "dataset yields micro-batches."
+    )
+
+
+_warned: "weakref.WeakKeyDictionary[Any, Set[str]]" = weakref.WeakKeyDictionary()
+
+
+def warn_once(model: Any, message: str) -> None:
+    """Warns that the update is not exact, once per model and message."""
+    messages = _warned.setdefault(model, set())
+    if message not in messages:
+        messages.add(message)
+        warnings.warn(message, ExactnessWarning, stacklevel=2)

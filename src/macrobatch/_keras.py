@@ -1,0 +1,248 @@
+"""fit(): a train step and a test step that cut their batch into micro-batches. No arithmetic of
+its own: the loop is in _gradients, the loss in _losses, the model as a function in _model."""
+
+import warnings
+from typing import Any, Callable, Dict, List, Optional, TypeVar
+
+import keras
+import tensorflow as tf
+
+from macrobatch import _checks, _gradients, _model, _split, _sums
+from macrobatch._losses import Denominators
+
+Model = TypeVar("Model")
+
+
+def accumulate(
+    model: Model,
+    micro_batch_size: int,
+    *,
+    micro_batch_weight: Optional[Callable[[Any, Any, Any], Any]] = None,
+) -> Model:
+    """Makes a Keras model train on whole batches in the memory of micro-batches.
+
+    From the next `fit` on, each batch is cut into micro-batches inside the train step, their
+    gradients are summed, and the optimizer is called once, with the gradient of the whole batch.
+    `batch_size`, callbacks, schedules and metrics keep their meaning: one step is one update.
+    `evaluate` and `validation_data` are cut in the same way; `predict` is left alone.
+
+    Args:
+        model: a Keras 3 model on the TensorFlow backend, compiled or not. It is changed in place.
+        micro_batch_size: how many examples are in memory at one time. Batches need not be a
+            multiple of it.
+        micro_batch_weight: a function of `x, y, sample_weight` that returns the weight of a
+            micro-batch, for losses that are one scalar per batch and not a mean over examples:
+            an overridden `compute_loss`, a loss such as `Dice`, scalars given to `add_loss`. The
+            number of tokens, for instance.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: if the model cannot be cut into micro-batches from outside. What is found only
+            at the first step (a stateful layer, inputs of different lengths) is raised there,
+            before any weight has changed.
+
+    Example:
+
+    >>> import keras, macrobatch, numpy as np
+    >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    >>> model.compile("adam", "mse")
+    >>> model = macrobatch.accumulate(model, micro_batch_size=8)
+    >>> x, y = np.ones([128, 3]), np.ones([128, 1])
+    >>> history = model.fit(x, y, batch_size=64, verbose=0)  # the updates of batches of 64
+    >>> int(model.optimizer.iterations)
+    2
+    """
+    size = _checks.micro_batch_size(micro_batch_size)
+    weight = _checks.micro_batch_weight(micro_batch_weight)
+    _checks.keras_model(model)
+    release(model)
+    _checks.plain_train_step(model)
+    _Accumulation(model, size, weight).install()
+    return model
+
+
+def release(model: Model) -> Model:
+    """Gives a model its plain train step back. On a plain model it does nothing.
+
+    Args:
+        model: a Keras model.
+
+    Returns:
+        The model.
+
+    Example:
+
+    >>> import keras, macrobatch
+    >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    >>> model = macrobatch.release(macrobatch.accumulate(model, micro_batch_size=8))
+    """
+    _checks.keras_model(model)
+    accumulation = getattr(vars(model).get("train_step"), "__self__", None)
+    if isinstance(accumulation, _Accumulation):
+        accumulation.uninstall()
+    return model
+
+
+class _Accumulation:
+    """The steps of one model. They are set on the instance, so that its class stays as it is."""
+
+    def __init__(
+        self, model: Any, micro_batch_size: int, micro_batch_weight: Optional[Callable[..., Any]]
+    ):
+        self.model = model
+        self.micro_batch_size = micro_batch_size
+        self.micro_batch_weight = micro_batch_weight
+        # The number of examples in the first batch of a fit, and whether it has been looked at.
+        self.first_batch = tf.Variable(0, trainable=False, dtype=tf.int32)
+        self.looked_at = True
+
+    def install(self) -> None:
+        self.model.train_step = self.train_step
+        self.model.make_train_function = self.make_train_function
+        if not _model.overrides(self.model, "test_step"):
+            self.model.test_step = self.test_step
+        self._forget_traces()
+
+    def uninstall(self) -> None:
+        for name in ("train_step", "make_train_function", "test_step"):
+            if name in vars(self.model):
+                delattr(self.model, name)
+        self._forget_traces()
+
+    def _forget_traces(self) -> None:
+        self.model.train_function = self.model.test_function = None
+
+    def train_step(self, data: Any) -> Dict[str, Any]:
+        """Makes the update that the whole batch would have made."""
+        function, batch, whole = self._prepare(data, training=True)
+        weights = function.weights
+        scale = self._loss_scale(function)
+        with tf.GradientTape() as tape:
+            tape.watch(weights)
+            penalty = function.regularization(weights)
+            scaled = penalty * scale
+        penalties = tape.gradient(scaled, weights)
+
+        def step(micro_batch: Any, state: _model.State) -> Any:
+            # The identity makes tensors inside the loop of those outside it, which no tape sees.
+            watched = [tf.identity(weight) for weight in weights]
+            with tf.GradientTape() as tape:
+                tape.watch(watched)
+                loss, state, logs = function(watched, micro_batch, state, whole)
+                scaled = loss * tf.cast(scale, loss.dtype)
+            return tape.gradient(scaled, watched), state, logs
+
+        sums, state, logs = _gradients.sum_over_micro_batches(
+            step, batch, whole.examples, self.micro_batch_size, function.start(penalty)
+        )
+        gradients = [_sums.add(*pair) for pair in zip(sums, penalties)]
+        # No variable changes before every micro-batch is through.
+        gradients, state, logs = _all_or_nothing((gradients, state, logs))
+        function.write(state)
+        self._remember(whole.examples)
+        self._update(function.trained, gradients)
+        return logs
+
+    def test_step(self, data: Any) -> Dict[str, Any]:
+        """Reports the loss and the metrics of the whole batch."""
+        function, batch, whole = self._prepare(data, training=False)
+
+        def step(micro_batch: Any, state: _model.State) -> Any:
+            _, state, logs = function([], micro_batch, state, whole)
+            return [], state, logs
+
+        start = function.start(function.regularization([]))
+        _, state, logs = _gradients.sum_over_micro_batches(
+            step, batch, whole.examples, self.micro_batch_size, start
+        )
+        state, logs = _all_or_nothing((state, logs))
+        function.write(state)
+        return logs
+
+    def _prepare(self, data: Any, training: bool) -> Any:
+        """The model as a function, the batch, and the denominators of the whole batch."""
+        model = self.model
+        _checks.optimizer(model.optimizer)
+        _checks.splittable_layers(_model.layers_of(model))
+        batch = _split.to_tensors(keras.utils.unpack_x_y_sample_weight(data))
+        examples = _split.examples_in(batch)
+        first = _split.micro_batch(batch, _split.runs(examples, self.micro_batch_size)[0], 0)
+        function = _model.ModelFunction(model, first, training, self.micro_batch_weight)
+        _checks.no_overwriting_variables(function.trained)
+        for message in function.inexact:
+            _checks.warn_once(model, message)
+        return function, batch, self._whole(function, batch, examples)
+
+    def _whole(self, function: Any, batch: Any, examples: Any) -> Denominators:
+        """The denominators of the whole batch: the sums of those of its micro-batches."""
+        if not function.counted:  # Then they are numbers of examples.
+            return Denominators(examples, examples, [examples] * function.terms)
+
+        def count(micro_batch: Any, state: Any) -> Any:
+            part = function.denominators(micro_batch)
+            counts = [part.weight, *part.terms]
+            return [d if d is None else tf.cast(d, keras.config.floatx()) for d in counts], (), ()
+
+        (weight, *terms), _, _ = _gradients.sum_over_micro_batches(
+            count, batch, examples, self.micro_batch_size, ()
+        )
+        return Denominators(examples, weight, terms)
+
+    def _loss_scale(self, function: Any) -> Any:
+        optimizer = self.model.optimizer
+        if function.trained and not optimizer.built:
+            # A loss scale is a constant before, and a variable after the optimizer is built.
+            with tf.init_scope():
+                optimizer.build(function.trained)
+        return optimizer.scale_loss(tf.ones([], keras.config.floatx()))
+
+    def _update(self, variables: List[Any], gradients: List[Any]) -> None:
+        if not variables:
+            warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+            return
+        # Sums are float32 or wider; variables may be narrower.
+        gradients = [_sums.cast(g, v.dtype) for g, v in zip(gradients, variables)]
+        self.model.optimizer.apply(gradients, variables)
+
+    def make_train_function(self, force: bool = False) -> Any:
+        """As Keras', which calls it once at the start of a fit; also looks at the first batch."""
+        self.first_batch.assign(0)
+        self.looked_at = False
+        model = self.model
+        if model.train_function is None or force:
+            type(model).make_train_function(model, force=force)
+            model.train_function = self._looking_at_first_batch(model.train_function)
+        return model.train_function
+
+    def _looking_at_first_batch(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def train_function(iterator: Any) -> Any:
+            logs = function(iterator)
+            if not self.looked_at:
+                self.looked_at = True
+                examples = int(self.first_batch.numpy())
+                if 0 < examples <= self.micro_batch_size:
+                    message = _checks.no_accumulation(examples, self.micro_batch_size)
+                    warnings.warn(message, stacklevel=2)
+            return logs
+
+        return train_function
+
+    def _remember(self, examples: Any) -> None:
+        # How large the first batch is may be known in the graph only.
+        first = self.first_batch
+        first.assign(tf.where(first > 0, first, examples))
+
+
+def _all_or_nothing(values: Any) -> Any:
+    """The values, none of which is there before all are."""
+    if tf.executing_eagerly():
+        return values
+    everything = tf.nest.flatten(values, expand_composites=True)
+    with tf.control_dependencies([tensor for tensor in everything if tensor is not None]):
+        ready = tf.no_op()
+    with tf.control_dependencies([ready]):
+        return tf.nest.map_structure(
+            lambda t: t if t is None else tf.identity(t), values, expand_composites=True
+        )

@@ -1,0 +1,204 @@
+"""The loss as parts: what each micro-batch brings to the loss of the whole batch.
+
+Keras computes the value L(S) = N(S) / D(S) of each term of the loss on a micro-batch S. Its value on
+the whole batch B is
+
+    sum_j  D(B_j) / D(B) * L(B_j)          for means,
+    sum_j  L(B_j)                          for sums,
+
+so Keras' own losses are called as they are, and all that has to be known about a term is D. What
+macrobatch knows about the inside of Keras' losses is in this file.
+"""
+
+import functools
+from typing import Any, List, NamedTuple, Optional
+
+import keras
+import tensorflow as tf
+
+from macrobatch import _checks
+
+
+class Denominators(NamedTuple):
+    """D, for a micro-batch or for the whole batch.
+
+    Attributes:
+        examples: for means over examples.
+        weight: for scalars: the number of examples, or what `micro_batch_weight` returns.
+        terms: for each term of the compiled loss; it is `None` for a sum.
+    """
+
+    examples: Any
+    weight: Any
+    terms: List[Any]
+
+
+class Terms:
+    """A compiled loss with its terms taken apart, for one micro-batch.
+
+    Attributes, after a call:
+        part: the denominators D(B_j) of this micro-batch.
+        reported: the part of this micro-batch in each term, without loss weights.
+        unreported: what the returned loss has more than the reported one (reduction=None trains as
+            a sum and is reported as a mean).
+        tracked: for which terms Keras tracks the value.
+        counted: whether some D is a count of tokens or weights, not of examples.
+        scalars: the names of losses that return one scalar for the batch.
+    """
+
+    def __init__(self, compiled: Any, part: Denominators, whole: Optional[Denominators] = None):
+        # Keras does the paths, structures and loss weights, over terms of ours.
+        self._compiled = _shallow_copy(compiled)
+        self._compiled._flat_losses = [
+            entry._replace(loss=functools.partial(self._term, entry))
+            for entry in compiled._flat_losses
+        ]
+        self._compiled._metrics = [_Tracked() for _ in compiled.metrics]
+        self._whole = whole
+        self.part = part._replace(terms=[])
+        self.reported: List[Any] = []
+        self.unreported: Any = 0.0
+        self.counted = False
+        self.scalars: List[str] = []
+
+    def __call__(self, y: Any, y_pred: Any, sample_weight: Any) -> Any:
+        """The part of this micro-batch in the compiled loss of the whole batch."""
+        return self._compiled(y, y_pred, sample_weight)
+
+    @property
+    def tracked(self) -> List[bool]:
+        return [metric.updated for metric in self._compiled._metrics]
+
+    def _term(self, entry: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
+        value, values = _value_and_values(entry.loss, y_true, y_pred, sample_weight)
+        denominator = self._denominator(entry, values, y_pred, sample_weight)
+        index = len(self.part.terms)
+        self.part.terms.append(denominator)
+        trained = reported = tf.reduce_sum(value)
+        if denominator is not None:
+            whole = denominator if self._whole is None else self._whole.terms[index]
+            trained = reported = share(denominator, whole, value.dtype) * value
+        elif len(value.shape) > 0:
+            whole = self.part if self._whole is None else self._whole
+            mean = tf.reduce_mean(value)
+            reported = share(self.part.examples, whole.examples, value.dtype) * mean
+            loss_weight = 1.0 if entry.loss_weights is None else entry.loss_weights
+            self.unreported += (trained - reported) * loss_weight
+        self.reported.append(reported)
+        return trained
+
+    def _denominator(self, entry: Any, values: Any, y_pred: Any, sample_weight: Any) -> Any:
+        masks = [getattr(tensor, "_keras_mask", None) for tensor in (y_pred, values)]
+        masks = [mask for mask in masks if mask is not None]
+        if not per_example(values, self.part.examples):
+            self.scalars.append(entry.name)
+            if sample_weight is None and not masks:
+                return self.part.weight
+        for weights, what in [(sample_weight, "sample_weight"), *((m, "mask") for m in masks)]:
+            if weights is not None:
+                _checks.weights_fit_losses(weights, values, what)
+        reduction = getattr(entry.loss, "reduction", None)
+        if reduction not in ("sum_over_batch_size", "mean", "mean_with_sample_weight"):
+            return None
+        if reduction != "mean_with_sample_weight":
+            sample_weight = None  # Such means divide by the number of elements, not by weights.
+        if sample_weight is None and not masks:
+            return self.part.examples
+        self.counted = True
+        # Keras multiplies masks and weights before it broadcasts them to the shape of the losses.
+        factors = [tf.cast(tensor, entry.loss.dtype) for tensor in masks]
+        if sample_weight is not None:
+            factors.append(tf.cast(sample_weight, entry.loss.dtype))
+        return tf.reduce_sum(functools.reduce(_multiply, factors))
+
+
+class _Tracked:
+    """Stands in for the metric of a term, which must be updated once per batch, not here."""
+
+    updated = False
+
+    def update_state(self, *_: Any, **__: Any) -> None:
+        self.updated = True
+
+
+def added_losses(model: Any, part: Denominators, whole: Denominators) -> List[Any]:
+    """The part of this micro-batch in the losses that layers have added.
+
+    Scalars are means over the batch; vectors with a value for each example are summed, as in Keras.
+    """
+    added = []
+    for layer in model._flatten_layers():
+        for loss in layer._get_own_losses():
+            loss = loss if loss.dtype.is_floating else tf.cast(loss, keras.config.floatx())
+            total = tf.reduce_sum(loss)
+            if per_example(loss, part.examples):
+                added.append(total)
+            elif layer.activity_regularizer is None:
+                added.append(share(part.weight, whole.weight, loss.dtype) * total)
+            elif activity_losses_are_means():
+                added.append(share(part.examples, whole.examples, loss.dtype) * total)
+            else:
+                added.append(total)
+    return added
+
+
+def layers_adding_scalars(model: Any, examples: Any) -> List[str]:
+    """The layers with scalar `add_loss` values other than activity regularisers."""
+    return [
+        layer.name
+        for layer in model._flatten_layers()
+        if layer.activity_regularizer is None
+        and any(not per_example(loss, examples) for loss in layer._get_own_losses())
+    ]
+
+
+@functools.lru_cache(maxsize=None)
+def activity_losses_are_means() -> bool:
+    """Whether Keras divides activity regularisers by the batch size, as it does since 3.14."""
+    with tf.init_scope(), keras.StatelessScope(collect_losses=True) as scope:
+        keras.layers.ActivityRegularization(l1=1.0)(tf.ones([2, 1]))
+        return float(scope.losses[0]) == 1.0
+
+
+def share(part: Any, whole: Any, dtype: Any) -> Any:
+    """part / whole, or 0 where the whole is 0: then there is nothing to learn from."""
+    return tf.math.divide_no_nan(tf.cast(part, dtype), tf.cast(whole, dtype))
+
+
+def per_example(values: Any, examples: Any) -> bool:
+    """Whether the first dimension of these values is the examples, as far as can be known."""
+    if len(values.shape) == 0:
+        return False
+    known = examples if isinstance(examples, int) else None
+    # A size that is known although the number of examples is not, is not that number.
+    return values.shape[0] == known or (values.shape[0] is None)
+
+
+def _value_and_values(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
+    """The loss, and its values before weights, masks and reduction."""
+    seen = []
+
+    def call(*args: Any) -> Any:
+        seen.append(loss.call(*args))
+        return seen[-1]
+
+    watched = _shallow_copy(loss)
+    watched.call = call
+    value = watched(y_true, y_pred, sample_weight)
+    # A loss that brings its own __call__ is taken for what it returns.
+    return value, seen[0] if seen else value
+
+
+def _shallow_copy(loss: Any) -> Any:
+    copied = object.__new__(type(loss))  # copy.copy would serialise a Keras object
+    vars(copied).update(vars(loss))
+    return copied
+
+
+def _multiply(left: Any, right: Any) -> Any:
+    """The product; where one has a last dimension of 1 more than the other, that is dropped."""
+    if len(left.shape) > len(right.shape):
+        left = tf.squeeze(left, -1)
+    elif len(right.shape) > len(left.shape):
+        right = tf.squeeze(right, -1)
+    return left * right

@@ -1,0 +1,310 @@
+"""A Keras model as a function of values: forward pass, loss and metrics of a micro-batch, without a
+variable being read or written. What macrobatch knows about the inside of keras.Model is here."""
+
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional
+
+import keras
+import tensorflow as tf
+
+from macrobatch import _batch_norm, _checks, _losses, _split
+from macrobatch._losses import Denominators
+
+
+class State(NamedTuple):
+    """What goes from one micro-batch to the next, and is written when the batch is through.
+
+    Attributes:
+        loss: the reported loss of the batch so far.
+        terms: the reported terms of the compiled loss so far.
+        trackers: the variables behind the reported losses, as of this loss.
+        carried: all other variables that layers and metrics write, such as seeds.
+        moments: of the BatchNormalization layers, pooled so far.
+    """
+
+    loss: Any
+    terms: List[Any]
+    trackers: List[Any]
+    carried: List[Any]
+    moments: List[_batch_norm.Moments]
+
+
+class Scope(keras.StatelessScope):  # type: ignore[misc]
+    """A stateless scope that also tells which variables were written."""
+
+    def __init__(self, values: Iterable[Any] = ()):
+        # Without collect_losses, what layers add with `add_loss` would vanish.
+        super().__init__(state_mapping=list(values), collect_losses=True)
+        self.written: Dict[int, Any] = {}
+
+    def add_update(self, update: Any) -> None:
+        self.written[id(update[0])] = update[0]
+        super().add_update(update)
+
+
+class ModelFunction:
+    """A model, compiled, at the current values of its variables.
+
+    Attributes:
+        trained: the variables to be trained; `weights` are their values.
+        counted: whether denominators must be counted before the first micro-batch.
+        inexact: what cannot equal the whole batch, and the way out.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        micro_batch: Any,
+        training: bool,
+        micro_batch_weight: Optional[Callable[..., Any]],
+    ):
+        """Makes a dry run on a micro-batch to see what the model does.
+
+        In a graph, it is traced into a graph that is thrown away. It also builds whatever is not
+        built yet: the model, its losses, its metrics.
+        """
+        self.model, self.training = model, training
+        self.micro_batch_weight = micro_batch_weight
+        self.overridden = overrides(model, "compute_loss")
+        if not _is_built(model):
+            with Scope(), keras.SymbolicScope():
+                self._dry_run(micro_batch)
+        normalizations = _batch_norm.layers_of(model)
+        self.variables = _variables_of(model)
+        self.values = _read(self.variables)
+        with Scope(zip(self.variables, self.values)) as scope:
+            with _batch_norm.recorded(normalizations) as calls_of:
+                terms, scalars = self._dry_run(micro_batch)
+        written = list(scope.written.values())
+        _checks.writes_no_trained_variable(written, model.trainable_weights)
+
+        normalizing = {layer: calls for layer, calls in zip(normalizations, calls_of) if calls}
+        self.pooled = {
+            layer: calls[0].masked
+            for layer, calls in normalizing.items()
+            if _batch_norm.can_pool(layer, calls)
+        }
+        self.trackers = [v for metric in _loss_metrics(model) for v in metric.variables]
+        moving = [v for layer in self.pooled for v in _batch_norm.statistics(layer)]
+        self.carried = _without(written, [*self.trackers, *moving])
+        # The global seed generator, for one, belongs to no layer.
+        strangers = _without(self.carried, self.variables)
+        self.variables += strangers
+        self.values += _read(strangers)
+        self.trained = list(model.trainable_weights) if training else []
+        self.terms = len(terms.part.terms) if terms else 0
+        self.tracked = terms.tracked if terms else []
+        self.counted = micro_batch_weight is not None or bool(terms and terms.counted)
+        decaying = [layer for layer in normalizing if layer not in self.pooled]
+        explained = [v for layer in decaying for v in layer.non_trainable_variables]
+        explained += [v for v in self.carried if v.name == "seed_generator_state"]
+        self.inexact = _checks.inexact(
+            normalizing=[layer.name for layer in normalizing],
+            decaying=[layer.name for layer in decaying],
+            writing=[
+                v.path for v in _without(self.carried, [*model.metrics_variables, *explained])
+            ],
+            scalars=[] if micro_batch_weight else (terms.scalars if terms else []) + scalars,
+            overridden=self.overridden and micro_batch_weight is None,
+        )
+
+    @property
+    def weights(self) -> List[Any]:
+        """The values of the trained variables."""
+        return self._values_of(self.trained)
+
+    def part(self, micro_batch: Any) -> Denominators:
+        """The denominators of a micro-batch that do not depend on the model."""
+        examples = _split.size_of(micro_batch)
+        if self.micro_batch_weight is None:
+            return Denominators(examples, examples, [])
+        weight = tf.cast(self.micro_batch_weight(*micro_batch), keras.config.floatx())
+        _checks.scalar_weight(weight)
+        return Denominators(examples, weight, [])
+
+    def denominators(self, micro_batch: Any) -> Denominators:
+        """All denominators of a micro-batch.
+
+        Only masks are needed for them, so that in a graph most of the forward pass is pruned.
+        """
+        part = self.part(micro_batch)
+        if self.overridden or self.model._compile_loss is None:
+            return part
+        with Scope(zip(self.variables, self.values)):
+            return self._loss(micro_batch, self._forward(micro_batch), part).terms.part
+
+    def regularization(self, weights: List[Any]) -> Any:
+        """The sum of the weight regularisers."""
+        dtype = keras.config.floatx()
+        if self.overridden:  # then that is where they are added to the loss
+            return tf.zeros([], dtype)
+        with self._scope(weights):
+            # In a scope where no layer has been called, these are all the losses that there are.
+            losses = [tf.cast(tf.reduce_sum(loss), dtype) for loss in self.model.losses]
+        return tf.add_n([tf.zeros([], dtype), *losses])
+
+    def start(self, loss: Any) -> State:
+        """The state before the first micro-batch, where the loss is what regularisers add."""
+        return State(
+            loss=loss,
+            terms=[tf.zeros_like(loss)] * self.terms,
+            trackers=self._values_of(self.trackers),
+            carried=self._values_of(self.carried),
+            moments=[_batch_norm.nothing(layer) for layer in self.pooled],
+        )
+
+    def __call__(
+        self, weights: List[Any], micro_batch: Any, state: State, whole: Denominators
+    ) -> Any:
+        """Runs a micro-batch.
+
+        Args:
+            weights: values for the trained variables.
+            micro_batch: a micro-batch.
+            state: the state after the micro-batch before.
+            whole: the denominators of the whole batch.
+
+        Returns:
+            The micro-batch's part in the loss of the whole batch, without weight regularisers; the
+            state after it; and the logs of the batch so far.
+        """
+        x, y, sample_weight = micro_batch
+        with self._scope(weights, zip(self.carried, state.carried)) as scope:
+            with _batch_norm.recorded(self.pooled) as calls_of:
+                y_pred = self._forward(micro_batch)
+            loss = self._loss(micro_batch, y_pred, self.part(micro_batch), whole)
+            total = state.loss + tf.stop_gradient(loss.reported)
+            terms = state.terms
+            if loss.terms:
+                terms = [
+                    before + tf.cast(tf.stop_gradient(now), before.dtype)
+                    for before, now in zip(terms, loss.terms.reported)
+                ]
+            self._update_trackers(total, terms, whole.examples)
+            logs = self.model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        state = State(
+            loss=total,
+            terms=terms,
+            trackers=[scope.get_current_value(v) for v in self.trackers],
+            carried=[scope.get_current_value(v) for v in self.carried],
+            moments=[
+                _batch_norm.pooled(before, calls[0].moments)
+                for before, calls in zip(state.moments, calls_of)
+            ],
+        )
+        return loss.trained, state, tf.nest.map_structure(tf.convert_to_tensor, logs)
+
+    def write(self, state: State) -> None:
+        """Writes the state after the last micro-batch to the variables."""
+        for variable, value in zip(self.trackers, state.trackers):
+            variable.assign(value)
+        for variable, value in zip(self.carried, state.carried):
+            variable.assign(value)
+        for (layer, masked), moments in zip(self.pooled.items(), state.moments):
+            _batch_norm.update(layer, moments, masked)
+
+    def _values_of(self, variables: List[Any]) -> List[Any]:
+        values = dict(zip(map(id, self.variables), self.values))
+        return [values[id(variable)] for variable in variables]
+
+    def _scope(self, weights: List[Any], carried: Iterable[Any] = ()) -> Scope:
+        # Where a variable appears twice, the later value counts.
+        return Scope(
+            [*zip(self.variables, self.values), *zip(self.trained, weights), *carried]
+        )
+
+    def _forward(self, micro_batch: Any) -> Any:
+        x, model = micro_batch[0], self.model
+        return model(x, training=self.training) if model._call_has_training_arg else model(x)
+
+    def _loss(
+        self, micro_batch: Any, y_pred: Any, part: Denominators, whole: Optional[Any] = None
+    ) -> "_Loss":
+        """The micro-batch's part in the loss. Without `whole` it stands for the whole batch."""
+        (x, y, sample_weight), model = micro_batch, self.model
+        of_all = part if whole is None else whole
+        dtype = keras.config.floatx()
+        if self.overridden:
+            value = model._compute_loss(x, y, y_pred, sample_weight, training=self.training)
+            value = _losses.share(part.weight, of_all.weight, value.dtype) * value
+            return _Loss(value, tf.cast(value, dtype), None)
+        terms, losses = None, []
+        if model._compile_loss is not None:
+            if not model._compile_loss.built:
+                model._compile_loss(y, y_pred, sample_weight)
+            terms = _losses.Terms(model._compile_loss, part, whole)
+            losses = [loss for loss in [terms(y, y_pred, sample_weight)] if loss is not None]
+        losses += _losses.added_losses(model, part, of_all)
+        if not losses and not model.losses:
+            raise ValueError("No loss to compute. Provide a `loss` argument in `compile()`.")
+        trained = tf.add_n([tf.zeros([], dtype), *(tf.cast(loss, dtype) for loss in losses)])
+        unreported = tf.cast(terms.unreported, dtype) if terms else 0
+        return _Loss(trained, trained - unreported, terms)
+
+    def _update_trackers(self, loss: Any, terms: List[Any], examples: Any) -> None:
+        """Tells Keras the losses of the batch so far, as its own step tells those of the batch."""
+        tracker, *term_trackers = _loss_metrics(self.model)
+        tracker.update_state(loss, sample_weight=examples)
+        for metric, value, tracked in zip(term_trackers, terms, self.tracked):
+            if tracked:
+                # Keras weights these by the batch size only where the graph knows it.
+                weight = examples if isinstance(examples, int) else None
+                metric.update_state(value, sample_weight=weight)
+
+    def _dry_run(self, micro_batch: Any) -> Any:
+        found: List[Any] = []
+
+        def run(micro_batch: Any) -> None:
+            x, y, sample_weight = micro_batch
+            part = self.part(micro_batch)
+            y_pred = self._forward(micro_batch)
+            found.append(self._loss(micro_batch, y_pred, part).terms)
+            found.append(_losses.layers_adding_scalars(self.model, part.examples))
+            self.model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+        if tf.executing_eagerly():
+            run(micro_batch)
+        else:
+            tf.function(run, autograph=False).get_concrete_function(micro_batch)
+        return found
+
+
+class _Loss(NamedTuple):
+    trained: Any  # its gradient is the micro-batch's part in the gradient of the whole batch
+    reported: Any
+    terms: Optional[_losses.Terms]
+
+
+def overrides(model: Any, method: str) -> bool:
+    """Whether the model's class brings its own version of a method of keras.Model."""
+    return getattr(type(model), method) is not getattr(keras.Model, method)
+
+
+def layers_of(model: Any) -> List[Any]:
+    """The model and all layers in it."""
+    return list(model._flatten_layers())
+
+
+def _is_built(model: Any) -> bool:
+    parts = [*layers_of(model), model._compile_loss, model._compile_metrics]
+    return all(part.built for part in parts if part is not None)
+
+
+def _variables_of(model: Any) -> List[Any]:
+    """All variables of the model, its seeds and its metrics, each once."""
+    metrics = [v for metric in _loss_metrics(model) for v in metric.variables]
+    variables = [*model.variables, *model.metrics_variables, *metrics]
+    return list({id(variable): variable for variable in variables}.values())
+
+
+def _loss_metrics(model: Any) -> List[Any]:
+    """The metrics behind the reported losses: updated once per batch, with its whole value."""
+    return [model._loss_tracker, *(model._compile_loss.metrics if model._compile_loss else [])]
+
+
+def _read(variables: Iterable[Any]) -> List[Any]:
+    return [tf.convert_to_tensor(variable.value) for variable in variables]
+
+
+def _without(variables: Iterable[Any], others: Iterable[Any]) -> List[Any]:
+    unwanted = {id(variable) for variable in others}
+    return [variable for variable in variables if id(variable) not in unwanted]

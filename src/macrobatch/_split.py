@@ -1,0 +1,132 @@
+"""Batch -> micro-batches: nested structures of dense, ragged and sparse tensors, uneven tails."""
+
+from typing import Any, List, NamedTuple
+
+import tensorflow as tf
+
+# Whether the code being traced will be compiled by XLA is not public, and decides how to cut: XLA
+# needs slices of static size. tests/test_split.py notices if this name goes.
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+from macrobatch import _checks
+
+
+class Run(NamedTuple):
+    """`count` micro-batches of `size` examples, from example `start` on.
+
+    Of a run that is not `static` the last micro-batch may be smaller.
+    """
+
+    start: Any
+    size: Any
+    count: Any
+    static: bool
+
+
+def in_xla() -> bool:
+    """Whether the graph being traced will be compiled by XLA."""
+    return not tf.executing_eagerly() and GraphOrParentsInXlaContext(
+        tf.compat.v1.get_default_graph()
+    )
+
+
+def to_tensors(batch: Any) -> Any:
+    """The batch with arrays as tensors; None, ragged and sparse tensors stay as they are."""
+    return tf.nest.map_structure(
+        lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf),
+        batch,
+    )
+
+
+def examples_in(batch: Any) -> Any:
+    """The number of examples in a batch: an int where it is known, else a scalar tensor."""
+    leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+    shapes = tf.nest.map_structure(lambda t: None if t is None else tuple(t.shape), batch)
+    _checks.batch_shapes([tuple(leaf.shape) for leaf in leaves], shapes)
+    sizes = [_first_dimension(leaf) for leaf in leaves]
+    known = [size for size in sizes if isinstance(size, int)]
+    unknown = [size for size in sizes if not isinstance(size, int)]
+    if not unknown:
+        return known[0]
+    first = known[0] if known else unknown[0]
+    if in_xla():
+        # XLA drops assertions. It does refuse, before anything runs, to give a tensor a shape of
+        # another size, or to take the first of no elements.
+        for size in unknown:
+            first = tf.size(tf.reshape(tf.zeros([first], tf.bool), [size]), name="same_examples")
+        return first * tf.size(tf.slice(tf.zeros([first]), [0], [1]), name="not_empty")
+    checks = [tf.debugging.assert_positive(first, _checks.empty_batch(shapes))]
+    checks += [
+        tf.debugging.assert_equal(size, first, _checks.uneven_batch(shapes)) for size in unknown
+    ]
+    # In eager mode a check has been made by now, and is None.
+    with tf.control_dependencies([check for check in checks if check is not None]):
+        return tf.identity(first)
+
+
+def size_of(micro_batch: Any) -> Any:
+    """The number of examples in a micro-batch, whose batch has been checked."""
+    return next(_first_dimension(t) for t in tf.nest.flatten(micro_batch) if t is not None)
+
+
+def runs(examples: Any, micro_batch_size: int) -> List[Run]:
+    """How a batch is cut: one run, or full micro-batches and a tail where sizes must be static."""
+    if isinstance(examples, int):
+        size = min(micro_batch_size, examples)
+        full, tail = divmod(examples, size)
+        if tail == 0:
+            return [Run(0, size, full, static=True)]
+        if in_xla():
+            return [Run(0, size, full, static=True), Run(full * size, tail, 1, static=True)]
+        return [Run(0, size, full + 1, static=False)]
+    if in_xla():
+        # To XLA these are constants. A tail that turns out to be empty runs no iteration.
+        size = tf.minimum(micro_batch_size, examples)
+        full, tail = examples // size, examples % size
+        tail_count = tf.cast(tail > 0, tf.int32)
+        return [Run(0, size, full, static=True), Run(full * size, tail, tail_count, static=True)]
+    count = (examples + micro_batch_size - 1) // micro_batch_size
+    return [Run(0, micro_batch_size, count, static=False)]
+
+
+def micro_batch(batch: Any, run: Run, index: Any) -> Any:
+    """The micro-batch of a run with that index."""
+    start = run.start + index * run.size
+
+    def cut(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if isinstance(leaf, tf.RaggedTensor):
+            return leaf[start : start + run.size]
+        if isinstance(leaf, tf.SparseTensor):
+            return _cut_sparse(leaf, start, run.size)
+        if not run.static:
+            return leaf[start : start + run.size]
+        rest = [size if size is not None else tf.shape(leaf)[i] for i, size in _rest(leaf)]
+        return tf.slice(leaf, [start] + [0] * len(rest), [run.size, *rest])
+
+    return tf.nest.map_structure(cut, batch)
+
+
+def _rest(leaf: Any) -> Any:
+    return list(enumerate(leaf.shape.as_list()))[1:]
+
+
+def _cut_sparse(tensor: tf.SparseTensor, start: Any, size: Any) -> tf.SparseTensor:
+    dense_shape = tensor.dense_shape
+    begin = tf.concat([[tf.cast(start, tf.int64)], tf.zeros_like(dense_shape[1:])], 0)
+    extent = tf.concat([[tf.cast(size, tf.int64)], dense_shape[1:]], 0)
+    piece = tf.sparse.slice(tensor, begin, extent)
+    # What is known of the shape is lost in the slice, and layers are built from it.
+    piece.set_shape([None, *tensor.shape[1:]])
+    return piece
+
+
+def _first_dimension(leaf: Any) -> Any:
+    if leaf.shape[0] is not None:
+        return int(leaf.shape[0])
+    if isinstance(leaf, tf.RaggedTensor):
+        return leaf.nrows(out_type=tf.int32)
+    if isinstance(leaf, tf.SparseTensor):
+        return tf.cast(leaf.dense_shape[0], tf.int32)
+    return tf.shape(leaf)[0]

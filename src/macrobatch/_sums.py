@@ -1,0 +1,98 @@
+"""The arithmetic all entry points share: sums of dense, sparse and absent gradients.
+
+A gradient is a tensor, an `IndexedSlices` (some rows of a table) or None (no dependence). Sums are
+float32 or wider, whatever the gradients are, and the optimizer sees each row of a table once.
+"""
+
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+
+class Rows(NamedTuple):
+    """The running sum of a table's gradient in a graph: the touched rows of each micro-batch."""
+
+    values: Any
+    indices: Any
+
+
+def wide(dtype: Any) -> Any:
+    """The dtype in which values of that dtype are summed."""
+    return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
+
+
+def cast(gradient: Any, dtype: Any) -> Any:
+    """The gradient in another dtype."""
+    if isinstance(gradient, tf.IndexedSlices):
+        values = tf.cast(gradient.values, dtype)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    return None if gradient is None else tf.cast(gradient, dtype)
+
+
+def add(left: Any, right: Any) -> Any:
+    """The sum of two gradients. It is sparse only if both are."""
+    if left is None or right is None:
+        return right if left is None else left
+    if isinstance(left, tf.IndexedSlices) and isinstance(right, tf.IndexedSlices):
+        return tf.IndexedSlices(
+            tf.concat([left.values, right.values], 0),
+            tf.concat([left.indices, right.indices], 0),
+            left.dense_shape,
+        )
+    return dense(left) + dense(right)
+
+
+def dense(gradient: Any) -> Any:
+    """The gradient as a tensor."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    rows = gradient.shape[0] if gradient.shape.rank else None
+    rows = gradient.dense_shape[0] if rows is None else rows
+    return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, rows)
+
+
+def merge_rows(gradient: Any) -> Any:
+    """The gradient with each row of a table once, as the sum of its slices.
+
+    Optimizers that do more than add (Adam, clipping) give another update for repeated rows.
+    """
+    if not isinstance(gradient, tf.IndexedSlices):
+        return gradient
+    indices, positions = tf.unique(gradient.indices)
+    values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.shape(indices)[0])
+    return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def start(gradient: Any, count: Any) -> Any:
+    """The empty sum of `count` gradients like this one, for a loop in a graph."""
+    if not isinstance(gradient, tf.IndexedSlices):
+        return None if gradient is None else tf.zeros(gradient.shape, wide(gradient.dtype))
+    table, rows = gradient.shape, gradient.values.shape[0]
+    if isinstance(count, int) and rows is not None and rows * count >= table[0]:
+        # The batch touches as many rows as the table has: a dense sum is the smaller one.
+        return tf.zeros(table, wide(gradient.dtype))
+    values, indices = gradient.values, gradient.indices
+    return Rows(
+        tf.TensorArray(
+            wide(values.dtype), count, element_shape=[None, *values.shape[1:]], infer_shape=False
+        ),
+        tf.TensorArray(indices.dtype, count, element_shape=[None], infer_shape=False),
+    )
+
+
+def push(total: Any, gradient: Any, index: Any) -> Any:
+    """`total` from `start`, with the gradient of the micro-batch with that index added."""
+    if isinstance(total, Rows):
+        rows = cast(merge_rows(gradient), total.values.dtype)
+        return Rows(
+            total.values.write(index, rows.values), total.indices.write(index, rows.indices)
+        )
+    return None if total is None else total + tf.cast(dense(gradient), total.dtype)
+
+
+def finish(total: Any, like: Any) -> Any:
+    """The sum that `start` and `push` have made of gradients like this one."""
+    if not isinstance(total, Rows):
+        return total
+    table = tf.constant(like.shape.as_list(), like.indices.dtype)
+    return merge_rows(tf.IndexedSlices(total.values.concat(), total.indices.concat(), table))
