@@ -40,6 +40,15 @@ def sum_over_micro_batches(
     return _run_in_graph(step, batch, runs, state)
 
 
+def gradients_of(tape: tf.GradientTape, loss: Any, weights: List[Any]) -> List[Any]:
+    """The gradients of a loss, with the shapes of the weights, which TensorFlow may not know."""
+    gradients = tape.gradient(loss, weights)
+    for gradient, weight in zip(gradients, weights):
+        if isinstance(gradient, tf.Tensor):
+            gradient.set_shape(weight.shape)
+    return list(gradients)
+
+
 def _run_eagerly(step: Step, batch: Any, runs: List[_split.Run], state: Any) -> Any:
     sums: List[Any] = []
     latest: Any = None

@@ -132,7 +132,7 @@ class _Accumulation:
                 tape.watch(watched)
                 loss, state, logs = function(watched, micro_batch, state, whole)
                 scaled = loss * tf.cast(scale, loss.dtype)
-            return tape.gradient(scaled, watched), state, logs
+            return _gradients.gradients_of(tape, scaled, watched), state, logs
 
         sums, state, logs = _gradients.sum_over_micro_batches(
             step, batch, whole.examples, self.micro_batch_size, function.start(penalty)
