@@ -6,6 +6,11 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
 import pytest
+import tensorflow as tf
+
+# Models here are tiny, and tests run side by side.
+tf.config.threading.set_intra_op_parallelism_threads(1)
+tf.config.threading.set_inter_op_parallelism_threads(1)
 
 
 @pytest.fixture(autouse=True)

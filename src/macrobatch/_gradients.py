@@ -74,7 +74,7 @@ def _run_in_graph(step: Step, batch: Any, runs: List[_split.Run], state: Any) ->
     # Tracing the step before the loop tells which gradients are None or sparse, and what shape the
     # rest has; the loop then calls that same trace.
     traced = tf.function(traced_step, autograph=False)
-    traced.get_concrete_function(_split.micro_batch(batch, runs[0], 0), state)
+    traced.get_concrete_function(_split.first_micro_batch(batch, runs), state)
     likes, latest_like = traces[0]
     count = sum(run.count for run in runs)
     sums = [_sums.start(like, count) for like in likes]

@@ -168,7 +168,8 @@ class _Accumulation:
         _checks.splittable_layers(_model.layers_of(model))
         batch = _split.to_tensors(keras.utils.unpack_x_y_sample_weight(data))
         examples = _split.examples_in(batch)
-        first = _split.micro_batch(batch, _split.runs(examples, self.micro_batch_size)[0], 0)
+        runs = _split.runs(examples, self.micro_batch_size)
+        first = _split.first_micro_batch(batch, runs)
         function = _model.ModelFunction(model, first, training, self.micro_batch_weight)
         _checks.no_overwriting_variables(function.trained)
         for message in function.inexact:

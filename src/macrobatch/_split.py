@@ -51,10 +51,11 @@ def examples_in(batch: Any) -> Any:
     first = known[0] if known else unknown[0]
     if in_xla():
         # XLA drops assertions. It does refuse, before anything runs, to give a tensor a shape of
-        # another size, or to take the first of no elements.
+        # another size, or to take the first of no elements; its message shows the name.
         for size in unknown:
-            first = tf.size(tf.reshape(tf.zeros([first], tf.bool), [size]), name="same_examples")
-        return first * tf.size(tf.slice(tf.zeros([first]), [0], [1]), name="not_empty")
+            ones = tf.ones([first], tf.bool)
+            first = tf.size(tf.reshape(ones, [size], name="parts_of_a_batch_differ_in_examples"))
+        return first * tf.size(tf.slice(tf.ones([first]), [0], [1], name="a_batch_is_empty"))
     checks = [tf.debugging.assert_positive(first, _checks.empty_batch(shapes))]
     checks += [
         tf.debugging.assert_equal(size, first, _checks.uneven_batch(shapes)) for size in unknown
@@ -106,6 +107,15 @@ def micro_batch(batch: Any, run: Run, index: Any) -> Any:
         return tf.slice(leaf, [start] + [0] * len(rest), [run.size, *rest])
 
     return tf.nest.map_structure(cut, batch)
+
+
+def first_micro_batch(batch: Any, runs: List[Run]) -> Any:
+    """The first micro-batch, with as little known of its shape as of those in the loop."""
+    index = 0
+    if not runs[0].static and not tf.executing_eagerly():
+        # Slices at a constant index have a constant size, others have not.
+        index = tf.compat.v1.placeholder_with_default(0, [])
+    return micro_batch(batch, runs[0], index)
 
 
 def _rest(leaf: Any) -> Any:

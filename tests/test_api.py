@@ -1,0 +1,12 @@
+import macrobatch
+
+
+def test_public_names():
+    assert sorted(macrobatch.__all__) == ["ExactnessWarning", "accumulate", "release"]
+    assert all(hasattr(macrobatch, name) for name in macrobatch.__all__)
+
+
+def test_the_package_is_typed():
+    from importlib.resources import files
+
+    assert files("macrobatch").joinpath("py.typed").is_file()

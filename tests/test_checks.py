@@ -1,0 +1,62 @@
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import macrobatch
+from macrobatch import _checks
+
+
+def model():
+    return keras.Sequential([keras.Input([4]), layers.Dense(2)])
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.5, True, "8", None, [8], np.float64(8)])
+def test_micro_batch_size_must_be_a_positive_integer(size):
+    with pytest.raises(ValueError, match=r"positive integer.*Received: micro_batch_size="):
+        macrobatch.accumulate(model(), size)
+
+
+@pytest.mark.parametrize("size", [1, 8, np.int64(8)])
+def test_micro_batch_size_may_be_any_kind_of_integer(size):
+    assert _checks.micro_batch_size(size) == size
+
+
+@pytest.mark.parametrize("wrong", [None, "model", layers.Dense(2)])
+def test_not_a_model(wrong):
+    with pytest.raises(ValueError, match=r"Keras 3 model.*Received"):
+        macrobatch.accumulate(wrong, 8)
+    with pytest.raises(ValueError, match=r"Keras 3 model.*Received"):
+        macrobatch.release(wrong)
+
+
+def test_micro_batch_weight_must_be_a_function():
+    with pytest.raises(ValueError, match=r"function of \(x, y, sample_weight\).*Received"):
+        macrobatch.accumulate(model(), 8, micro_batch_weight=3)
+
+
+def test_another_backend(monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(ValueError, match=r"'jax' backend.*KERAS_BACKEND=\"tensorflow\""):
+        macrobatch.accumulate(model(), 8)
+
+
+def test_a_warning_is_given_once_per_model_and_message():
+    first, second = model(), model()
+    with pytest.warns(macrobatch.ExactnessWarning) as caught:
+        for target in (first, first, second):
+            _checks.warn_once(target, "inexact")
+    assert len(caught) == 2
+
+
+@pytest.mark.parametrize(
+    ("weights", "fits"),
+    [((8, 5), True), ((8, 1), True), ((8, 5, 1), True), ((8,), False), ((8, 5, 2), False)],
+)
+def test_weights_must_fit_losses(weights, fits):
+    losses = np.zeros([8, 5])
+    if fits:
+        _checks.weights_fit_losses(np.zeros(weights), losses, "sample_weight")
+    else:
+        with pytest.raises(ValueError, match=r"Received: sample_weight of shape .* \(8, 5\)"):
+            _checks.weights_fit_losses(np.zeros(weights), losses, "sample_weight")
