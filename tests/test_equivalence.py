@@ -633,7 +633,7 @@ def test_metrics_are_those_of_the_whole_batch(mode):
         data(N, 4),
         labels,
         loss="binary_crossentropy",
-        metrics=lambda: ["accuracy", keras.metrics.AUC(name="auc"), keras.metrics.Precision()],
+        metrics=lambda: ["accuracy", keras.metrics.AUC(name="auc"), keras.metrics.Precision(name="p")],
         weighted_metrics=lambda: [keras.metrics.Recall(name="r")],
         fit={"sample_weight": np.arange(N), "validation_data": (data(11, 4), labels[:11])},
         **MODES[mode],

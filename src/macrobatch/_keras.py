@@ -138,11 +138,10 @@ class _Accumulation:
             step, batch, whole.examples, self.micro_batch_size, function.start(penalty)
         )
         gradients = [_sums.add(*pair) for pair in zip(sums, penalties)]
-        # No variable changes before every micro-batch is through.
-        gradients, state, logs = _all_or_nothing((gradients, state, logs))
-        function.write(state)
-        self._remember(whole.examples)
-        self._update(function.trained, gradients)
+        with _after((gradients, state, logs)):
+            function.write(state)
+            self._remember(whole.examples)
+            self._update(function.trained, gradients)
         return logs
 
     def test_step(self, data: Any) -> Dict[str, Any]:
@@ -157,8 +156,8 @@ class _Accumulation:
         _, state, logs = _gradients.sum_over_micro_batches(
             step, batch, whole.examples, self.micro_batch_size, start
         )
-        state, logs = _all_or_nothing((state, logs))
-        function.write(state)
+        with _after((state, logs)):
+            function.write(state)
         return logs
 
     def _prepare(self, data: Any, training: bool) -> Any:
@@ -236,14 +235,13 @@ class _Accumulation:
         first.assign(tf.where(first > 0, first, examples))
 
 
-def _all_or_nothing(values: Any) -> Any:
-    """The values, none of which is there before all are."""
-    if tf.executing_eagerly():
-        return values
+def _after(values: Any) -> Any:
+    """A context whose operations run once all of these values are there.
+
+    Without it a variable could change, or the optimizer count an update, although another
+    micro-batch is about to fail.
+    """
     everything = tf.nest.flatten(values, expand_composites=True)
     with tf.control_dependencies([tensor for tensor in everything if tensor is not None]):
         ready = tf.no_op()
-    with tf.control_dependencies([ready]):
-        return tf.nest.map_structure(
-            lambda t: t if t is None else tf.identity(t), values, expand_composites=True
-        )
+    return tf.control_dependencies([] if tf.executing_eagerly() else [ready])

@@ -74,12 +74,11 @@ class Terms:
         denominator = self._denominator(entry, values, y_pred, sample_weight)
         index = len(self.part.terms)
         self.part.terms.append(denominator)
+        whole = self.part if self._whole is None else self._whole
         trained = reported = tf.reduce_sum(value)
         if denominator is not None:
-            whole = denominator if self._whole is None else self._whole.terms[index]
-            trained = reported = share(denominator, whole, value.dtype) * value
+            trained = reported = share(denominator, whole.terms[index], value.dtype) * value
         elif len(value.shape) > 0:
-            whole = self.part if self._whole is None else self._whole
             mean = tf.reduce_mean(value)
             reported = share(self.part.examples, whole.examples, value.dtype) * mean
             loss_weight = 1.0 if entry.loss_weights is None else entry.loss_weights
@@ -88,15 +87,11 @@ class Terms:
         return trained
 
     def _denominator(self, entry: Any, values: Any, y_pred: Any, sample_weight: Any) -> Any:
-        masks = [getattr(tensor, "_keras_mask", None) for tensor in (y_pred, values)]
-        masks = [mask for mask in masks if mask is not None]
+        masks = _masks(y_pred, values)
         if not per_example(values, self.part.examples):
             self.scalars.append(entry.name)
             if sample_weight is None and not masks:
                 return self.part.weight
-        for weights, what in [(sample_weight, "sample_weight"), *((m, "mask") for m in masks)]:
-            if weights is not None:
-                _checks.weights_fit_losses(weights, values, what)
         reduction = getattr(entry.loss, "reduction", None)
         if reduction not in ("sum_over_batch_size", "mean", "mean_with_sample_weight"):
             return None
@@ -106,10 +101,10 @@ class Terms:
             return self.part.examples
         self.counted = True
         # Keras multiplies masks and weights before it broadcasts them to the shape of the losses.
-        factors = [tf.cast(tensor, entry.loss.dtype) for tensor in masks]
-        if sample_weight is not None:
-            factors.append(tf.cast(sample_weight, entry.loss.dtype))
-        return tf.reduce_sum(functools.reduce(_multiply, factors))
+        factors = [*masks, *([] if sample_weight is None else [sample_weight])]
+        return tf.reduce_sum(
+            functools.reduce(_multiply, [tf.cast(f, entry.loss.dtype) for f in factors])
+        )
 
 
 class _Tracked:
@@ -179,14 +174,24 @@ def _value_and_values(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -
     seen = []
 
     def call(*args: Any) -> Any:
-        seen.append(loss.call(*args))
-        return seen[-1]
+        values = loss.call(*args)
+        for mask in _masks(y_pred, values):
+            _checks.weights_fit_losses(mask, values, "mask")
+        if sample_weight is not None:
+            _checks.weights_fit_losses(sample_weight, values, "sample_weight")
+        seen.append(values)
+        return values
 
     watched = _shallow_copy(loss)
     watched.call = call
     value = watched(y_true, y_pred, sample_weight)
     # A loss that brings its own __call__ is taken for what it returns.
     return value, seen[0] if seen else value
+
+
+def _masks(y_pred: Any, values: Any) -> List[Any]:
+    masks = [getattr(tensor, "_keras_mask", None) for tensor in (y_pred, values)]
+    return [mask for mask in masks if mask is not None]
 
 
 def _shallow_copy(loss: Any) -> Any:

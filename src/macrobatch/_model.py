@@ -65,15 +65,16 @@ class ModelFunction:
         self.model, self.training = model, training
         self.micro_batch_weight = micro_batch_weight
         self.overridden = overrides(model, "compute_loss")
-        if not _is_built(model):
+        if not all(layer.built for layer in layers_of(model)):
             with Scope(), keras.SymbolicScope():
                 self._dry_run(micro_batch)
         normalizations = _batch_norm.layers_of(model)
-        self.variables = _variables_of(model)
-        self.values = _read(self.variables)
-        with Scope(zip(self.variables, self.values)) as scope:
+        # In a symbolic scope, weights may also be regularised that the scope has no value of.
+        with Scope() as scope, keras.SymbolicScope():
             with _batch_norm.recorded(normalizations) as calls_of:
                 terms, scalars = self._dry_run(micro_batch)
+        self.variables = _variables_of(model)
+        self.values = _read(self.variables)
         written = list(scope.written.values())
         _checks.writes_no_trained_variable(written, model.trainable_weights)
 
@@ -230,7 +231,7 @@ class ModelFunction:
         terms, losses = None, []
         if model._compile_loss is not None:
             if not model._compile_loss.built:
-                model._compile_loss(y, y_pred, sample_weight)
+                model._compile_loss(y, y_pred)
             terms = _losses.Terms(model._compile_loss, part, whole)
             losses = [loss for loss in [terms(y, y_pred, sample_weight)] if loss is not None]
         losses += _losses.added_losses(model, part, of_all)
@@ -282,11 +283,6 @@ def overrides(model: Any, method: str) -> bool:
 def layers_of(model: Any) -> List[Any]:
     """The model and all layers in it."""
     return list(model._flatten_layers())
-
-
-def _is_built(model: Any) -> bool:
-    parts = [*layers_of(model), model._compile_loss, model._compile_metrics]
-    return all(part.built for part in parts if part is not None)
 
 
 def _variables_of(model: Any) -> List[Any]:

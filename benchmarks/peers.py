@@ -1,0 +1,261 @@
+"""How ways to accumulate gradients compare: the table of the README, measured.
+
+Each contender trains small models in float64, in a process of its own, to make the updates of
+batches of 32 from micro-batches of 8: three epochs of SGD with momentum. The reference is plain
+Keras on whole batches, of the same Keras in the same process. An error is the distance between
+the two results over the distance that the reference moved: 1e-16 is rounding, 10% is a tenth of
+the training.
+
+gradient-accumulator needs an older Python, numpy and TensorFlow: an environment for it is made in
+.venv-peers, beside the environment of this project. Where that cannot be done it is left out.
+
+    python benchmarks/peers.py [--only CONTENDER] [--json FILE]
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import numpy as np
+import tensorflow as tf
+
+keras = tf.keras  # Keras 2 in the older environment, Keras 3 in the newer
+
+BATCH, MICRO_BATCH, EPOCHS = 32, 8, 3
+PEERS_ENVIRONMENT = Path(__file__).resolve().parents[1] / ".venv-peers"
+# gradient-accumulator asks for the tensorflow package by name; the CPU build of it is enough.
+PEERS_PACKAGES = [
+    ["tensorflow-cpu==2.12.*", "numpy==1.23.2"],
+    ["--no-deps", "gradient-accumulator==0.5.2"],
+]
+PEERS_PYTHONS = ["3.10", "3.9", "3.8"]
+
+CONTENDERS = {
+    "plain": "plain Keras, whole batch",
+    "keras": "Keras `gradient_accumulation_steps`",
+    "macrobatch": "macrobatch",
+    "ga-model": "gradient-accumulator 0.5.2, model",
+    "ga-optimizer": "gradient-accumulator 0.5.2, optimizer",
+}
+WHOLE_BATCHES = ("plain", "macrobatch")  # the others are fed micro-batches
+
+
+# In the contender's process
+
+
+def regression(n):
+    random = np.random.default_rng(1)
+    x = random.normal(size=(n, 6))
+    y = np.tanh(x @ random.normal(size=(6, 2))) + 0.1 * random.normal(size=(n, 2))
+    inputs = keras.Input((6,))
+    hidden = keras.layers.Dense(8, activation="tanh")(inputs)
+    return inputs, keras.layers.Dense(2)(hidden), "mse", x, y
+
+
+def padded_tokens(n):
+    """Tokens to predict one by one in sequences of 1 to 12; the rest is padding, and masked."""
+    random = np.random.default_rng(1)
+    real = np.arange(12) < random.integers(1, 13, (n, 1))
+    x = random.integers(1, 20, (n, 12)) * real
+    inputs = keras.Input((12,), dtype="int32")
+    embedded = keras.layers.Embedding(20, 6, mask_zero=True)(inputs)
+    hidden = keras.layers.LSTM(8, return_sequences=True)(embedded)
+    outputs = keras.layers.Dense(5, activation="softmax")(hidden)
+    return inputs, outputs, "sparse_categorical_crossentropy", x, x % 5
+
+
+def sgd(contender, steps, rate=0.1, momentum=0.9):
+    """The optimizer, which averages over `steps` micro-batches if that is its part."""
+    if contender == "keras":
+        return keras.optimizers.SGD(rate, momentum, gradient_accumulation_steps=steps)
+    if contender == "ga-optimizer":
+        from gradient_accumulator import GradientAccumulateOptimizer
+
+        inner = keras.optimizers.legacy.SGD(rate, momentum)
+        return GradientAccumulateOptimizer(inner, accum_steps=steps)
+    return keras.optimizers.SGD(rate, momentum)
+
+
+def accumulating(contender, inputs, outputs, steps, distributed):
+    """The model, which accumulates if that is its part."""
+    if contender == "ga-model":
+        from gradient_accumulator import GradientAccumulateModel
+
+        model = {"inputs": inputs, "outputs": outputs}
+        return GradientAccumulateModel(steps, experimental_distributed_support=distributed, **model)
+    model = keras.Model(inputs, outputs)
+    if contender == "macrobatch":
+        import macrobatch
+
+        macrobatch.accumulate(model, micro_batch_size=MICRO_BATCH)
+    return model
+
+
+def train(contender, data, n, epochs=EPOCHS, replicas=1, **optimizer_options):
+    """The weights before and after."""
+    # A micro-batch is what one replica has in memory; batch sizes in fit() are over all replicas.
+    steps = BATCH // (MICRO_BATCH * replicas)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]) if replicas > 1 else None
+    with strategy.scope() if strategy else contextlib.nullcontext():
+        keras.utils.set_random_seed(0)
+        inputs, outputs, loss, x, y = data(n)
+        model = accumulating(contender, inputs, outputs, steps, distributed=replicas > 1)
+        model.compile(sgd(contender, steps, **optimizer_options), loss)
+    before = model.get_weights()
+    batch_size = BATCH if contender in WHOLE_BATCHES else BATCH // steps
+    model.fit(x, y, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0)
+    return before, model.get_weights()
+
+
+def error(contender, data, n, **options):
+    """Distance from the reference over the distance that it moved."""
+
+    def distance(some, others):
+        return float(np.sqrt(sum(((a - b) ** 2).sum() for a, b in zip(some, others))))
+
+    momentum = options.get("momentum", 0.9)
+    before, expected = train("plain", data, n, momentum=momentum)
+    start, found = train(contender, data, n, **options)
+    assert distance(before, start) == 0, "both must start from the same weights"
+    return distance(found, expected) / distance(expected, before)
+
+
+def schedule_steps(contender):
+    """The steps at which a schedule is asked for a rate in an epoch of two updates."""
+
+    class Recorder(keras.optimizers.schedules.LearningRateSchedule):
+        def __init__(self):
+            self.steps = set()
+
+        def __call__(self, step):
+            step = tf.convert_to_tensor(step)
+            tf.py_function(lambda step: self.steps.add(int(step)), [step], [])
+            return tf.constant(0.1, "float64")
+
+        def get_config(self):
+            return {}
+
+    recorder = Recorder()
+    train(contender, regression, 2 * BATCH, epochs=1, rate=recorder)
+    return ", ".join(map(str, sorted(recorder.steps)))
+
+
+ROWS = {
+    "error, batches that divide evenly (n=64)": lambda who: error(who, regression, 64),
+    "error, smaller last micro-batch (n=60)": lambda who: error(who, regression, 60),
+    "error, smaller last batch (n=48)": lambda who: error(who, regression, 48),
+    "error, padded tokens with a mask": lambda who: error(who, padded_tokens, 64),
+    "learning-rate schedule: steps seen in two updates": schedule_steps,
+    "error, `MirroredStrategy`, 2 replicas, no momentum": lambda who: error(
+        who, regression, 64, replicas=2, momentum=0.0
+    ),
+    "error, `MirroredStrategy`, 2 replicas": lambda who: error(who, regression, 64, replicas=2),
+}
+
+
+def measure(contender):
+    """Writes one line of JSON for each row, as soon as it is known."""
+    keras.backend.set_floatx("float64")
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * 2)
+    for row, measurement in ROWS.items():
+        try:
+            value = measurement(contender)
+        except Exception as problem:
+            print(f"{contender}: {row}:\n{problem}", file=sys.stderr)
+            value = f"raises {type(problem).__name__}"
+        print(json.dumps([row, value]), flush=True)
+
+
+# In the main process
+
+
+def find_python(versions):
+    """The first interpreter of these versions that runs, on the PATH or among pyenv's."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    for version in versions:
+        for python in [f"python{version}", *sorted(pyenv.glob(f"{version}.*/bin/python"))]:
+            try:
+                subprocess.run([python, "-c", "import ensurepip"], check=True, capture_output=True)
+            except (OSError, subprocess.CalledProcessError):
+                continue
+            return python
+    return None
+
+
+def peers_python():
+    """The Python of an environment with gradient-accumulator, made if need be, or None."""
+    ready = PEERS_ENVIRONMENT / "ready"
+    python = PEERS_ENVIRONMENT / "bin" / "python"
+    if ready.exists():
+        return python
+    base = find_python(PEERS_PYTHONS)
+    if base is None:
+        print(f"No Python {' or '.join(PEERS_PYTHONS)} found: gradient-accumulator is left out.")
+        return None
+    print(f"Making {PEERS_ENVIRONMENT.name}; TensorFlow is a large download", flush=True)
+    try:
+        subprocess.run([base, "-m", "venv", "--clear", PEERS_ENVIRONMENT], check=True)
+        for packages in PEERS_PACKAGES:
+            subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
+    except subprocess.CalledProcessError as problem:
+        print(f"That failed ({problem}): gradient-accumulator is left out.")
+        return None
+    ready.touch()
+    return python
+
+
+def run(contender, python):
+    """The contender's column, from a process of its own."""
+    command = [python, __file__, "--measure", contender]
+    column = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        for line in process.stdout:
+            row, value = json.loads(line)
+            column[row] = value
+            print(f"  {CONTENDERS[contender]}: {row}: {shown(value)}", flush=True)
+    return column
+
+
+def shown(value):
+    """An error as a percentage, or as a power of ten where it is rounding; text as it is."""
+    if not isinstance(value, float):
+        return value
+    return f"{value:.1%}" if value > 1e-3 else f"{value:.0e}" if value else "0"
+
+
+def print_table(columns):
+    print("\n| |", " | ".join(CONTENDERS[contender] for contender in columns), "|")
+    print("|---" * (len(columns) + 1) + "|")
+    for row in ROWS:
+        cells = [shown(column.get(row, "no result")) for column in columns.values()]
+        print(f"| {row} |", " | ".join(cells), "|")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", choices=CONTENDERS, help="may be repeated")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
+    parser.add_argument("--measure", choices=CONTENDERS, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.measure:
+        measure(options.measure)
+        return
+    columns = {}
+    for contender in options.only or CONTENDERS:
+        python = peers_python() if contender.startswith("ga-") else sys.executable
+        if python:
+            columns[contender] = run(contender, python)
+    print_table(columns)
+    if options.json:
+        options.json.write_text(json.dumps(columns, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
