@@ -1,4 +1,4 @@
-# make demo         train a small network plainly and accumulated, and compare (about a minute)
+# make demo         train a small network plainly and accumulated, and compare (one to two minutes)
 # make test         everything that CI runs: check, then the test suite
 # make check        formatting, lint and types
 # make test-oldest  the test suite with the oldest supported TensorFlow and Keras (.ci/oldest.txt)

@@ -14,7 +14,7 @@ import os
 import statistics
 import sys
 import time
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional
 
@@ -222,11 +222,16 @@ def main() -> None:
     print("\nMemory that training adds to the process", flush=True)
     plain_memory, accumulated_memory = {}, {}
     for size in BATCH_SIZES:
-        few = data._replace(images=data.images[:size], labels=data.labels[:size])
-        plain_memory[size] = in_own_process(train, few, size, None, 3, 0).extra
-        print(f"batch size {size:4}: plain {plain_memory[size]:.0f} MiB", end="", flush=True)
-        accumulated_memory[size] = in_own_process(train, few, size, MICRO_BATCH_SIZE, 3, 0).extra
-        print(f", accumulated {accumulated_memory[size]:.0f} MiB", flush=True)
+        batch = data._replace(images=data.images[:size], labels=data.labels[:size])
+        jobs = [(train, batch, size, micro, 2, 0) for micro in (None, MICRO_BATCH_SIZE)]
+        with ThreadPoolExecutor() as both:
+            results = both.map(lambda job: in_own_process(*job), jobs)
+            plain_memory[size], accumulated_memory[size] = (result.extra for result in results)
+        print(
+            f"batch size {size:4}: plain {plain_memory[size]:.0f} MiB, "
+            f"accumulated {accumulated_memory[size]:.0f} MiB",
+            flush=True,
+        )
 
     print()
     print_table(plain, accumulated)

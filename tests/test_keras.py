@@ -164,10 +164,9 @@ def test_one_trace_per_signature(mode):
     dataset = tf.data.Dataset.from_tensor_slices((data(21, 4), data(21, 2))).batch(8)
     traces.clear()
     model.fit(dataset, shuffle=False, verbose=0)
-    # The dry run, and the step: for XLA once for the micro-batches and once for the tail.
-    assert len(traces) == (2 if mode == "graph" else 3)
+    assert len(traces) == 2  # the dry run, and the step
     model.fit(dataset, epochs=3, shuffle=False, verbose=0)
-    assert len(traces) == (2 if mode == "graph" else 3)
+    assert len(traces) == 2
 
 
 # Models that do more
@@ -666,7 +665,7 @@ def test_a_saved_model_is_a_plain_model(tmp_path):
         "folder = sys.argv[1]\n"
         "model = keras.models.load_model(folder + '/model.keras')\n"
         "y = model.predict(np.load(folder + '/x.npy'), verbose=0)\n"
-        "np.testing.assert_allclose(y, np.load(folder + '/y.npy'))\n"
+        "np.testing.assert_allclose(y, np.load(folder + '/y.npy'), rtol=1e-4)\n"
         "model.fit(np.load(folder + '/x.npy'), np.load(folder + '/y.npy'), verbose=0)\n"
         "assert 'macrobatch' not in sys.modules\n"
     )
