@@ -92,9 +92,7 @@ def check(
         if before:
             before(model)
         if model is accumulated:
-            macrobatch.accumulate(
-                model, micro_batch_size, micro_batch_weight=micro_batch_weight
-            )
+            macrobatch.accumulate(model, micro_batch_size, micro_batch_weight=micro_batch_weight)
         start = [np.array(w) for w in model.trainable_weights]
         arguments = dict(fit() if callable(fit) else fit or {})
         if not isinstance(x, tf.data.Dataset):

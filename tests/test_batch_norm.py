@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, optimizers
+from support import MODES, build_pair
 
 import macrobatch
 from macrobatch import _batch_norm
-from support import MODES, build_pair
 
 pytestmark = pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
 X = np.random.default_rng(0).normal(loc=3.0, scale=2.0, size=(19, 5, 2))
@@ -32,7 +32,9 @@ def statistics(model):
 def sequential(*more, first=(), **kwargs):
     def build():
         normalization = layers.BatchNormalization(momentum=0.7, **kwargs)
-        return keras.Sequential([keras.Input([5, 2]), *first, normalization, *more, layers.Dense(2)])
+        return keras.Sequential(
+            [keras.Input([5, 2]), *first, normalization, *more, layers.Dense(2)]
+        )
 
     return build
 
@@ -89,7 +91,9 @@ def test_frozen_layers_and_inference_use_the_real_statistics():
 
 
 def test_one_warning_that_names_the_layer():
-    model = keras.Sequential([keras.Input([5, 2]), layers.BatchNormalization(name="norm"), layers.Dense(2)])
+    model = keras.Sequential(
+        [keras.Input([5, 2]), layers.BatchNormalization(name="norm"), layers.Dense(2)]
+    )
     model.compile("sgd", "mse")
     macrobatch.accumulate(model, 3)
     with pytest.warns(macrobatch.ExactnessWarning, match=r"\['norm'\].*micro_batch_size") as caught:
@@ -100,7 +104,9 @@ def test_one_warning_that_names_the_layer():
 
 @pytest.mark.filterwarnings("error::macrobatch.ExactnessWarning")
 def test_no_warning_for_a_frozen_layer():
-    model = keras.Sequential([keras.Input([5, 2]), layers.BatchNormalization(trainable=False), layers.Dense(2)])
+    model = keras.Sequential(
+        [keras.Input([5, 2]), layers.BatchNormalization(trainable=False), layers.Dense(2)]
+    )
     model.compile("sgd", "mse")
     macrobatch.accumulate(model, 3).fit(X, Y, batch_size=8, verbose=0)
 
@@ -109,7 +115,9 @@ def test_a_layer_that_is_called_twice_decays_once_per_micro_batch():
     def build():
         inputs = keras.Input([5, 2])
         normalization = layers.BatchNormalization(momentum=0.5)
-        return keras.Model(inputs, layers.Dense(2)(normalization(inputs) + normalization(2 * inputs)))
+        return keras.Model(
+            inputs, layers.Dense(2)(normalization(inputs) + normalization(2 * inputs))
+        )
 
     with pytest.warns(macrobatch.ExactnessWarning, match="once per micro-batch"):
         _, accumulated = train(build)

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, optimizers
+from support import MODES, assert_same, build_pair, check, variables
 
 import macrobatch
-from support import MODES, assert_same, build_pair, check, variables
 
 
 def data(*shape, seed=0):
@@ -23,7 +23,9 @@ X, Y = data(16, 4), data(16, 2, seed=1)
 
 
 def dense(*more):
-    return keras.Sequential([keras.Input([4]), layers.Dense(5, activation="tanh"), *more, layers.Dense(2)])
+    return keras.Sequential(
+        [keras.Input([4]), layers.Dense(5, activation="tanh"), *more, layers.Dense(2)]
+    )
 
 
 def compiled(model, micro_batch_size=3, **kwargs):
@@ -336,7 +338,9 @@ def test_parts_of_different_lengths():
 @pytest.mark.parametrize("mode", list(MODES))
 def test_an_empty_batch(mode):
     signature = (tf.TensorSpec([None, 4], tf.float64), tf.TensorSpec([None, 2], tf.float64))
-    dataset = tf.data.Dataset.from_generator(lambda: iter([(X[:0], Y[:0])]), output_signature=signature)
+    dataset = tf.data.Dataset.from_generator(
+        lambda: iter([(X[:0], Y[:0])]), output_signature=signature
+    )
     model = compiled(dense(), **MODES[mode])
     before = [np.array(v) for v in model.variables]
     message = "one example|is_empty"
@@ -374,7 +378,9 @@ class Failing(layers.Layer):
 
     def call(self, inputs):
         def guarded(tensor, value):
-            with tf.control_dependencies([tf.debugging.assert_less(value, tf.cast(100, value.dtype), "too large")]):
+            with tf.control_dependencies(
+                [tf.debugging.assert_less(value, tf.cast(100, value.dtype), "too large")]
+            ):
                 return tf.identity(tensor)
 
         @tf.custom_gradient
@@ -385,7 +391,9 @@ class Failing(layers.Layer):
 
 
 def failing_loss(y_true, y_pred):
-    with tf.control_dependencies([tf.debugging.assert_less(y_true, tf.cast(100, y_true.dtype), "too large")]):
+    with tf.control_dependencies(
+        [tf.debugging.assert_less(y_true, tf.cast(100, y_true.dtype), "too large")]
+    ):
         return keras.ops.mean((y_true - y_pred) ** 2, axis=-1)
 
 
@@ -407,7 +415,9 @@ def test_a_failure_changes_nothing(mode, where, example):
         ]
     )
     # Without a weight before it, the layer's backward pass would not be needed.
-    model = keras.Sequential([keras.Input([4]), layers.Dense(4, kernel_initializer="identity"), *model.layers])
+    model = keras.Sequential(
+        [keras.Input([4]), layers.Dense(4, kernel_initializer="identity"), *model.layers]
+    )
     model.compile(optimizers.Adam(0.0), failing_loss, metrics=["mae"], **MODES[mode])
     macrobatch.accumulate(model, 3)
     fit(model, X, Y)  # builds everything, and changes seeds and moving statistics
@@ -484,7 +494,9 @@ def test_the_global_seed_generator_advances(mode):
 def test_other_variables_written_by_layers_are_carried_with_a_warning():
     class Counter(layers.Layer):
         def build(self, shape):
-            self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False, name="calls")
+            self.calls = self.add_weight(
+                shape=(), initializer="zeros", trainable=False, name="calls"
+            )
 
         def call(self, inputs):
             self.calls.assign_add(1.0)
@@ -567,7 +579,14 @@ class Spy(optimizers.SGD):
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_sparse_gradients_reach_the_optimizer_sparse_and_merged(mode):
-    model = keras.Sequential([keras.Input([3], dtype="int32"), layers.Embedding(50, 4), layers.Flatten(), layers.Dense(2)])
+    model = keras.Sequential(
+        [
+            keras.Input([3], dtype="int32"),
+            layers.Embedding(50, 4),
+            layers.Flatten(),
+            layers.Dense(2),
+        ]
+    )
     spy = Spy(0.1)
     model.compile(spy, "mse", **MODES[mode])
     macrobatch.accumulate(model, 3)

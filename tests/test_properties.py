@@ -5,7 +5,6 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from keras import layers, losses, optimizers
-
 from support import check
 
 LENGTH, FEATURES, CLASSES = 5, 3, 4
@@ -22,7 +21,9 @@ outputs = st.fixed_dictionaries(
 architectures = st.fixed_dictionaries(
     {
         "masked": st.booleans(),
-        "hidden": st.lists(st.sampled_from(["dense", "regularized", "active", "residual"]), max_size=2),
+        "hidden": st.lists(
+            st.sampled_from(["dense", "regularized", "active", "residual"]), max_size=2
+        ),
         "outputs": st.lists(outputs, min_size=1, max_size=3),
     }
 )

@@ -16,9 +16,13 @@ def slices(draw):
     return tf.IndexedSlices(tf.constant(values), tf.constant(indices), tf.constant([ROWS, WIDTH]))
 
 
-gradients = st.one_of(st.none(), slices(), st.integers(0, 99).map(
-    lambda seed: tf.constant(np.random.default_rng(seed).normal(size=(ROWS, WIDTH)))
-))
+gradients = st.one_of(
+    st.none(),
+    slices(),
+    st.integers(0, 99).map(
+        lambda seed: tf.constant(np.random.default_rng(seed).normal(size=(ROWS, WIDTH)))
+    ),
+)
 
 
 def as_array(gradient):
@@ -58,6 +62,8 @@ def test_narrow_gradients_are_summed_in_float32(dtype):
 
 
 def test_a_sum_over_more_rows_than_the_table_has_is_dense():
-    gradient = tf.IndexedSlices(tf.ones([2, WIDTH]), tf.constant([0, 1]), tf.constant([ROWS, WIDTH]))
+    gradient = tf.IndexedSlices(
+        tf.ones([2, WIDTH]), tf.constant([0, 1]), tf.constant([ROWS, WIDTH])
+    )
     assert isinstance(_sums.start(gradient, 2), _sums.Rows)
     assert isinstance(_sums.start(gradient, 3), tf.Tensor)

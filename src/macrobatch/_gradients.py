@@ -102,7 +102,5 @@ def _run_in_graph(step: Step, batch: Any, runs: List[_split.Run], state: Any) ->
         present, state, latest = run_all(run, done, present, state, latest)
         done += run.count
     remaining = iter(present)
-    sums = [
-        None if like is None else _sums.finish(next(remaining), like) for like in likes
-    ]
+    sums = [None if like is None else _sums.finish(next(remaining), like) for like in likes]
     return sums, state, latest

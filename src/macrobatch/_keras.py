@@ -1,5 +1,6 @@
 """fit(): a train step and a test step that cut their batch into micro-batches. No arithmetic of
-its own: the loop is in _gradients, the loss in _losses, the model as a function in _model."""
+its own: the loop is in _gradients, the loss in _losses, the model as a function in _model.
+"""
 
 import warnings
 from typing import Any, Callable, Dict, List, Optional, TypeVar

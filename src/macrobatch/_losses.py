@@ -1,7 +1,7 @@
 """The loss as parts: what each micro-batch brings to the loss of the whole batch.
 
-Keras computes the value L(S) = N(S) / D(S) of each term of the loss on a micro-batch S. Its value on
-the whole batch B is
+Keras computes the value L(S) = N(S) / D(S) of each term of the loss on a micro-batch S. Its value
+on the whole batch B is
 
     sum_j  D(B_j) / D(B) * L(B_j)          for means,
     sum_j  L(B_j)                          for sums,
@@ -17,6 +17,9 @@ import keras
 import tensorflow as tf
 
 from macrobatch import _checks
+
+# The reductions that divide by the number of elements, or of unmasked ones.
+COUNTING = ("sum_over_batch_size", "mean")
 
 
 class Denominators(NamedTuple):
@@ -71,13 +74,17 @@ class Terms:
 
     def _term(self, entry: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
         value, values = _value_and_values(entry.loss, y_true, y_pred, sample_weight)
-        denominator = self._denominator(entry, values, y_pred, sample_weight)
+        masks = _masks(y_pred, values)
+        denominator = self._denominator(entry, values, masks, sample_weight)
         index = len(self.part.terms)
         self.part.terms.append(denominator)
         whole = self.part if self._whole is None else self._whole
         trained = reported = tf.reduce_sum(value)
         if denominator is not None:
-            trained = reported = share(denominator, whole.terms[index], value.dtype) * value
+            padding = mask_padding() if masks and entry.loss.reduction in COUNTING else 0.0
+            trained = reported = value * share(
+                denominator, whole.terms[index], value.dtype, padding
+            )
         elif len(value.shape) > 0:
             mean = tf.reduce_mean(value)
             reported = share(self.part.examples, whole.examples, value.dtype) * mean
@@ -86,17 +93,16 @@ class Terms:
         self.reported.append(reported)
         return trained
 
-    def _denominator(self, entry: Any, values: Any, y_pred: Any, sample_weight: Any) -> Any:
-        masks = _masks(y_pred, values)
+    def _denominator(self, entry: Any, values: Any, masks: List[Any], sample_weight: Any) -> Any:
         if not per_example(values, self.part.examples):
             self.scalars.append(entry.name)
             if sample_weight is None and not masks:
                 return self.part.weight
         reduction = getattr(entry.loss, "reduction", None)
-        if reduction not in ("sum_over_batch_size", "mean", "mean_with_sample_weight"):
+        if reduction not in (*COUNTING, "mean_with_sample_weight"):
             return None
-        if reduction != "mean_with_sample_weight":
-            sample_weight = None  # Such means divide by the number of elements, not by weights.
+        if reduction in COUNTING:
+            sample_weight = None  # they divide by a number of elements, not by weights
         if sample_weight is None and not masks:
             return self.part.examples
         self.counted = True
@@ -155,9 +161,24 @@ def activity_losses_are_means() -> bool:
         return float(scope.losses[0]) == 1.0
 
 
-def share(part: Any, whole: Any, dtype: Any) -> Any:
+@functools.lru_cache(maxsize=None)
+def _pads_masks() -> bool:
+    with tf.init_scope():
+        prediction = tf.ones([1, 1], tf.float64)
+        prediction._keras_mask = tf.ones([1], tf.bool)
+        loss = keras.losses.MeanAbsoluteError(dtype="float64")
+        return float(loss(tf.zeros([1, 1], tf.float64), prediction)) != 1.0
+
+
+def mask_padding() -> float:
+    """What Keras adds to the number of unmasked elements: an epsilon, up to 3.12."""
+    return float(keras.config.epsilon()) if _pads_masks() else 0.0
+
+
+def share(part: Any, whole: Any, dtype: Any, padding: float = 0.0) -> Any:
     """part / whole, or 0 where the whole is 0: then there is nothing to learn from."""
-    return tf.math.divide_no_nan(tf.cast(part, dtype), tf.cast(whole, dtype))
+    part, whole = tf.cast(part, dtype) + padding, tf.cast(whole, dtype) + padding
+    return tf.math.divide_no_nan(part, whole)
 
 
 def per_example(values: Any, examples: Any) -> bool:

@@ -1,5 +1,6 @@
 """A Keras model as a function of values: forward pass, loss and metrics of a micro-batch, without a
-variable being read or written. What macrobatch knows about the inside of keras.Model is here."""
+variable being read or written. What macrobatch knows about the inside of keras.Model is here.
+"""
 
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional
 
@@ -28,7 +29,7 @@ class State(NamedTuple):
     moments: List[_batch_norm.Moments]
 
 
-class Scope(keras.StatelessScope):  # type: ignore[misc]
+class Scope(keras.StatelessScope):
     """A stateless scope that also tells which variables were written."""
 
     def __init__(self, values: Iterable[Any] = ()):
@@ -70,9 +71,9 @@ class ModelFunction:
                 self._dry_run(micro_batch)
         normalizations = _batch_norm.layers_of(model)
         # In a symbolic scope, weights may also be regularised that the scope has no value of.
-        with Scope() as scope, keras.SymbolicScope():
-            with _batch_norm.recorded(normalizations) as calls_of:
-                terms, scalars = self._dry_run(micro_batch)
+        recorded = _batch_norm.recorded(normalizations)
+        with Scope() as scope, keras.SymbolicScope(), recorded as calls_of:
+            terms, scalars = self._dry_run(micro_batch)
         self.variables = _variables_of(model)
         self.values = _read(self.variables)
         written = list(scope.written.values())
@@ -128,10 +129,11 @@ class ModelFunction:
         Only masks are needed for them, so that in a graph most of the forward pass is pruned.
         """
         part = self.part(micro_batch)
-        if self.overridden or self.model._compile_loss is None:
+        if self.overridden:
             return part
         with Scope(zip(self.variables, self.values)):
-            return self._loss(micro_batch, self._forward(micro_batch), part).terms.part
+            terms = self._loss(micro_batch, self._forward(micro_batch), part).terms
+        return terms.part if terms else part
 
     def regularization(self, weights: List[Any]) -> Any:
         """The sum of the weight regularisers."""
@@ -170,7 +172,7 @@ class ModelFunction:
         """
         x, y, sample_weight = micro_batch
         with self._scope(weights, zip(self.carried, state.carried)) as scope:
-            with _batch_norm.recorded(self.pooled) as calls_of:
+            with _batch_norm.recorded(list(self.pooled)) as calls_of:
                 y_pred = self._forward(micro_batch)
             loss = self._loss(micro_batch, y_pred, self.part(micro_batch), whole)
             total = state.loss + tf.stop_gradient(loss.reported)
@@ -209,9 +211,7 @@ class ModelFunction:
 
     def _scope(self, weights: List[Any], carried: Iterable[Any] = ()) -> Scope:
         # Where a variable appears twice, the later value counts.
-        return Scope(
-            [*zip(self.variables, self.values), *zip(self.trained, weights), *carried]
-        )
+        return Scope([*zip(self.variables, self.values), *zip(self.trained, weights), *carried])
 
     def _forward(self, micro_batch: Any) -> Any:
         x, model = micro_batch[0], self.model
