@@ -56,7 +56,7 @@ def test_regularization_is_apart():
 
 
 def test_a_dry_run_shows_what_is_written():
-    model, _, call = function()
+    _, _, call = function()
     names = {v.path.split("/")[-1] for v in call.carried}
     assert names == {"seed_generator_state", "total", "count"}
     assert call.inexact == []

@@ -2,7 +2,7 @@
 
 import keras
 import numpy as np
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from keras import layers, losses, optimizers
 from support import check
@@ -57,7 +57,9 @@ def training(architecture, examples, random):
     """Losses, labels and weights for an architecture."""
     x = random.normal(size=(examples, LENGTH, FEATURES))
     if architecture["masked"]:
-        lengths = random.integers(0, LENGTH + 1, size=(examples, 1))
+        # Pooling over no position at all is NaN, in plain Keras too.
+        shortest = int(any(output["kind"] == "label" for output in architecture["outputs"]))
+        lengths = random.integers(shortest, LENGTH + 1, size=(examples, 1))
         x *= (np.arange(LENGTH) < lengths)[..., None]
     loss, y, weights = {}, {}, {}
     for index, output in enumerate(architecture["outputs"]):
@@ -78,7 +80,13 @@ def training(architecture, examples, random):
     return x, y, weights, loss
 
 
-@settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+@settings(
+    max_examples=10,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],  # an example takes seconds: too long for shrinking
+    suppress_health_check=list(HealthCheck),
+)
 @given(
     architecture=architectures,
     examples=st.integers(2, 13),
