@@ -23,7 +23,7 @@ def micro_batch_size(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(
             "micro_batch_size must be a positive integer: the number of examples whose "
-            "activations are in memory at one time. "
+            "activations are in memory at one time, 8 for instance. "
             f"Received: micro_batch_size={value!r} (of type {type(value).__name__})."
         )
     return int(value)
@@ -73,15 +73,15 @@ def plain_train_step(model: Any) -> None:
 
 def optimizer(value: Any) -> None:
     """Raises if the optimizer accumulates by itself."""
-    inner = getattr(value, "inner_optimizer", None)
     if getattr(value, "gradient_accumulation_steps", None):
         raise ValueError(
             "The optimizer accumulates gradients by itself, over several batches. "
             f"Received: gradient_accumulation_steps={value.gradient_accumulation_steps} on "
             f"{type(value).__name__}. Leave it out: macrobatch makes one whole update per batch."
         )
-    if inner is not None:
-        optimizer(inner)
+    for inner in (getattr(value, "inner_optimizer", None), *getattr(value, "optimizers", ())):
+        if inner is not None:
+            optimizer(inner)
 
 
 def splittable_layers(layers: Iterable[Any]) -> None:
@@ -138,6 +138,16 @@ def weights_fit_losses(weights: Any, losses: Any, what: str) -> None:
     )
 
 
+def values_for_examples() -> str:
+    """What to say of a loss that does not have a fixed number of values for each example."""
+    return (
+        "A loss must return its values with the examples as first dimension, or be a scalar. "
+        "Received: another number of values than examples. Instead of selecting values "
+        "(boolean_mask), multiply them by weights or pass them as sample_weight, with "
+        'reduction="mean_with_sample_weight"; instead of flattening them, keep the examples first.'
+    )
+
+
 def scalar_weight(weight: Any) -> None:
     """Raises unless what `micro_batch_weight` returned is a scalar."""
     if len(weight.shape) != 0:
@@ -168,7 +178,7 @@ def uneven_batch(shapes: Any) -> str:
     """What to say of a batch whose parts have different numbers of examples."""
     return (
         "All parts of a batch must have the same number of examples as their first dimension. "
-        f"Received: shapes {shapes}."
+        f"Received: shapes {shapes}. Make the dataset yield examples and labels together."
     )
 
 

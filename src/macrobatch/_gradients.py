@@ -40,13 +40,19 @@ def sum_over_micro_batches(
     return _run_in_graph(step, batch, runs, state)
 
 
-def gradients_of(tape: tf.GradientTape, loss: Any, weights: List[Any]) -> List[Any]:
-    """The gradients of a loss, with the shapes of the weights, which TensorFlow may not know."""
-    gradients = tape.gradient(loss, weights)
-    for gradient, weight in zip(gradients, weights):
-        if isinstance(gradient, tf.Tensor):
-            gradient.set_shape(weight.shape)
-    return list(gradients)
+def gradients_of(tape: tf.GradientTape, loss: Any, variables: List[Any]) -> List[Any]:
+    """The gradients of a loss, with the shapes of the variables, which the tape may not know."""
+    gradients = tape.gradient(loss, variables)
+    return [_shaped(gradient, v.shape) for gradient, v in zip(gradients, variables)]
+
+
+def _shaped(gradient: Any, shape: tf.TensorShape) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        dense_shape = tf.constant(shape.as_list(), gradient.indices.dtype)
+        return tf.IndexedSlices(gradient.values, gradient.indices, dense_shape)
+    if gradient is not None:
+        gradient.set_shape(shape)
+    return gradient
 
 
 def _run_eagerly(step: Step, batch: Any, runs: List[_split.Run], state: Any) -> Any:

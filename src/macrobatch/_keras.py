@@ -118,22 +118,17 @@ class _Accumulation:
     def train_step(self, data: Any) -> Dict[str, Any]:
         """Makes the update that the whole batch would have made."""
         function, batch, whole = self._prepare(data, training=True)
-        weights = function.weights
         scale = self._loss_scale(function)
         with tf.GradientTape() as tape:
-            tape.watch(weights)
-            penalty = function.regularization(weights)
+            penalty = function.regularization()
             scaled = penalty * scale
-        penalties = tape.gradient(scaled, weights)
+        penalties = tape.gradient(scaled, function.weights)
 
         def step(micro_batch: Any, state: _model.State) -> Any:
-            # The identity makes tensors inside the loop of those outside it, which no tape sees.
-            watched = [tf.identity(weight) for weight in weights]
             with tf.GradientTape() as tape:
-                tape.watch(watched)
-                loss, state, logs = function(watched, micro_batch, state, whole)
+                loss, state, logs = function(micro_batch, state, whole)
                 scaled = loss * tf.cast(scale, loss.dtype)
-            return _gradients.gradients_of(tape, scaled, watched), state, logs
+            return _gradients.gradients_of(tape, scaled, function.weights), state, logs
 
         sums, state, logs = _gradients.sum_over_micro_batches(
             step, batch, whole.examples, self.micro_batch_size, function.start(penalty)
@@ -150,10 +145,10 @@ class _Accumulation:
         function, batch, whole = self._prepare(data, training=False)
 
         def step(micro_batch: Any, state: _model.State) -> Any:
-            _, state, logs = function([], micro_batch, state, whole)
+            _, state, logs = function(micro_batch, state, whole)
             return [], state, logs
 
-        start = function.start(function.regularization([]))
+        start = function.start(function.regularization())
         _, state, logs = _gradients.sum_over_micro_batches(
             step, batch, whole.examples, self.micro_batch_size, start
         )
@@ -181,13 +176,14 @@ class _Accumulation:
         if not function.counted:  # Then they are numbers of examples.
             return Denominators(examples, examples, [examples] * function.terms)
 
-        def count(micro_batch: Any, state: Any) -> Any:
-            part = function.denominators(micro_batch)
+        def count(micro_batch: Any, carried: Any) -> Any:
+            part, carried = function.denominators(micro_batch, carried)
             counts = [part.weight, *part.terms]
-            return [d if d is None else tf.cast(d, keras.config.floatx()) for d in counts], (), ()
+            counts = [d if d is None else tf.cast(d, keras.config.floatx()) for d in counts]
+            return counts, carried, ()
 
         (weight, *terms), _, _ = _gradients.sum_over_micro_batches(
-            count, batch, examples, self.micro_batch_size, ()
+            count, batch, examples, self.micro_batch_size, function.values_of(function.carried)
         )
         return Denominators(examples, weight, terms)
 
@@ -205,7 +201,7 @@ class _Accumulation:
             return
         # Sums are float32 or wider; variables may be narrower.
         gradients = [_sums.cast(g, v.dtype) for g, v in zip(gradients, variables)]
-        self.model.optimizer.apply(gradients, variables)
+        self.model.optimizer.apply_gradients(zip(gradients, variables))
 
     def make_train_function(self, force: bool = False) -> Any:
         """As Keras', which calls it once at the start of a fit; also looks at the first batch."""

@@ -42,9 +42,6 @@ class Terms:
     Attributes, after a call:
         part: the denominators D(B_j) of this micro-batch.
         reported: the part of this micro-batch in each term, without loss weights.
-        unreported: what the returned loss has more than the reported one (reduction=None trains as
-            a sum and is reported as a mean).
-        tracked: for which terms Keras tracks the value.
         counted: whether some D is a count of tokens or weights, not of examples.
         scalars: the names of losses that return one scalar for the batch.
     """
@@ -58,9 +55,10 @@ class Terms:
         ]
         self._compiled._metrics = [_Tracked() for _ in compiled.metrics]
         self._whole = whole
+        self._unreported: List[Any] = []
+        self._vectors: List[bool] = []
         self.part = part._replace(terms=[])
         self.reported: List[Any] = []
-        self.unreported: Any = 0.0
         self.counted = False
         self.scalars: List[str] = []
 
@@ -69,37 +67,57 @@ class Terms:
         return self._compiled(y, y_pred, sample_weight)
 
     @property
-    def tracked(self) -> List[bool]:
-        return [metric.updated for metric in self._compiled._metrics]
+    def unreported(self) -> Any:
+        """What the loss has more than the reported one: reduction=None is reported as a mean."""
+        # For a single output, Keras uses the first loss and no other.
+        used = self._unreported if any(m.updated for m in self._compiled._metrics) else None
+        return sum(self._unreported[:1] if used is None else used)
+
+    @property
+    def tracked(self) -> List[Any]:
+        """For each term: None if Keras does not track its value, else whether it is a vector."""
+        metrics = self._compiled._metrics
+        return [is_vector if m.updated else None for m, is_vector in zip(metrics, self._vectors)]
 
     def _term(self, entry: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
-        value, values = _value_and_values(entry.loss, y_true, y_pred, sample_weight)
+        """The part of this micro-batch in a term, in place of Keras' own loss."""
+        loss = _shallow_copy(entry.loss)
+        by_weights = _reduction(loss) == "mean_with_sample_weight" and sample_weight is not None
+        if by_weights:
+            # The weights of a micro-batch may add up to 0: take the sum, and divide it ourselves.
+            loss.reduction = "sum"
+        value, values = _value_and_values(loss, y_true, y_pred, sample_weight)
         masks = _masks(y_pred, values)
         denominator = self._denominator(entry, values, masks, sample_weight)
         index = len(self.part.terms)
         self.part.terms.append(denominator)
         whole = self.part if self._whole is None else self._whole
+        is_vector = denominator is None and len(value.shape) > 0
         trained = reported = tf.reduce_sum(value)
-        if denominator is not None:
-            padding = mask_padding() if masks and entry.loss.reduction in COUNTING else 0.0
-            trained = reported = value * share(
-                denominator, whole.terms[index], value.dtype, padding
-            )
-        elif len(value.shape) > 0:
+        if by_weights:
+            trained = reported = value * share(1.0, whole.terms[index], value.dtype)
+        elif denominator is not None:
+            padding = mask_padding() if masks and _reduction(loss) in COUNTING else 0.0
+            fraction = share(denominator, whole.terms[index], value.dtype, padding)
+            trained = reported = fraction * self._checked(value, values)
+        elif is_vector:
             mean = tf.reduce_mean(value)
             reported = share(self.part.examples, whole.examples, value.dtype) * mean
-            loss_weight = 1.0 if entry.loss_weights is None else entry.loss_weights
-            self.unreported += (trained - reported) * loss_weight
+        loss_weight = 1.0 if entry.loss_weights is None else entry.loss_weights
+        self._unreported.append((trained - reported) * loss_weight)
+        self._vectors.append(is_vector)
         self.reported.append(reported)
         return trained
 
     def _denominator(self, entry: Any, values: Any, masks: List[Any], sample_weight: Any) -> Any:
-        if not per_example(values, self.part.examples):
+        reduction = _reduction(entry.loss)
+        is_mean = reduction in (*COUNTING, "mean_with_sample_weight")
+        is_scalar = len(values.shape) == 0
+        if is_scalar or (is_mean and not per_example(values, self.part.examples)):
             self.scalars.append(entry.name)
-            if sample_weight is None and not masks:
+            if sample_weight is None and (is_mean or not masks):
                 return self.part.weight
-        reduction = getattr(entry.loss, "reduction", None)
-        if reduction not in (*COUNTING, "mean_with_sample_weight"):
+        if not is_mean:
             return None
         if reduction in COUNTING:
             sample_weight = None  # they divide by a number of elements, not by weights
@@ -111,6 +129,16 @@ class Terms:
         return tf.reduce_sum(
             functools.reduce(_multiply, [tf.cast(f, entry.loss.dtype) for f in factors])
         )
+
+    def _checked(self, value: Any, values: Any) -> Any:
+        """The value of a mean, once its values are known to be as many as there are examples."""
+        if len(values.shape) == 0 or values.shape[0] is not None:
+            return value
+        check = tf.debugging.assert_equal(
+            tf.shape(values)[0], self.part.examples, _checks.values_for_examples()
+        )
+        with tf.control_dependencies([] if check is None else [check]):
+            return tf.identity(value)
 
 
 class _Tracked:
@@ -208,6 +236,10 @@ def _value_and_values(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -
     value = watched(y_true, y_pred, sample_weight)
     # A loss that brings its own __call__ is taken for what it returns.
     return value, seen[0] if seen else value
+
+
+def _reduction(loss: Any) -> Any:
+    return getattr(loss, "reduction", None)
 
 
 def _masks(y_pred: Any, values: Any) -> List[Any]:

@@ -85,7 +85,7 @@ class ModelFunction:
             for layer, calls in normalizing.items()
             if _batch_norm.can_pool(layer, calls)
         }
-        self.trackers = [v for metric in _loss_metrics(model) for v in metric.variables]
+        self.trackers = [v for metric in self._loss_metrics() for v in metric.variables]
         moving = [v for layer in self.pooled for v in _batch_norm.statistics(layer)]
         self.carried = _without(written, [*self.trackers, *moving])
         # The global seed generator, for one, belongs to no layer.
@@ -111,8 +111,8 @@ class ModelFunction:
 
     @property
     def weights(self) -> List[Any]:
-        """The values of the trained variables."""
-        return self._values_of(self.trained)
+        """The TensorFlow variables behind the trained variables."""
+        return [variable.value for variable in self.trained]
 
     def part(self, micro_batch: Any) -> Denominators:
         """The denominators of a micro-batch that do not depend on the model."""
@@ -123,24 +123,26 @@ class ModelFunction:
         _checks.scalar_weight(weight)
         return Denominators(examples, weight, [])
 
-    def denominators(self, micro_batch: Any) -> Denominators:
-        """All denominators of a micro-batch.
+    def denominators(self, micro_batch: Any, carried: List[Any]) -> Any:
+        """All denominators of a micro-batch, and the carried variables after it.
 
         Only masks are needed for them, so that in a graph most of the forward pass is pruned.
         """
         part = self.part(micro_batch)
         if self.overridden:
-            return part
-        with Scope(zip(self.variables, self.values)):
+            return part, carried
+        values = [*zip(self.variables, self.values), *zip(self.carried, carried)]
+        with Scope(values) as scope:
             terms = self._loss(micro_batch, self._forward(micro_batch), part).terms
-        return terms.part if terms else part
+        carried = [scope.get_current_value(variable) for variable in self.carried]
+        return terms.part if terms else part, carried
 
-    def regularization(self, weights: List[Any]) -> Any:
+    def regularization(self) -> Any:
         """The sum of the weight regularisers."""
         dtype = keras.config.floatx()
         if self.overridden:  # then that is where they are added to the loss
             return tf.zeros([], dtype)
-        with self._scope(weights):
+        with self._scope():
             # In a scope where no layer has been called, these are all the losses that there are.
             losses = [tf.cast(tf.reduce_sum(loss), dtype) for loss in self.model.losses]
         return tf.add_n([tf.zeros([], dtype), *losses])
@@ -150,18 +152,15 @@ class ModelFunction:
         return State(
             loss=loss,
             terms=[tf.zeros_like(loss)] * self.terms,
-            trackers=self._values_of(self.trackers),
-            carried=self._values_of(self.carried),
+            trackers=self.values_of(self.trackers),
+            carried=self.values_of(self.carried),
             moments=[_batch_norm.nothing(layer) for layer in self.pooled],
         )
 
-    def __call__(
-        self, weights: List[Any], micro_batch: Any, state: State, whole: Denominators
-    ) -> Any:
+    def __call__(self, micro_batch: Any, state: State, whole: Denominators) -> Any:
         """Runs a micro-batch.
 
         Args:
-            weights: values for the trained variables.
             micro_batch: a micro-batch.
             state: the state after the micro-batch before.
             whole: the denominators of the whole batch.
@@ -171,7 +170,7 @@ class ModelFunction:
             state after it; and the logs of the batch so far.
         """
         x, y, sample_weight = micro_batch
-        with self._scope(weights, zip(self.carried, state.carried)) as scope:
+        with self._scope(zip(self.carried, state.carried)) as scope:
             with _batch_norm.recorded(list(self.pooled)) as calls_of:
                 y_pred = self._forward(micro_batch)
             loss = self._loss(micro_batch, y_pred, self.part(micro_batch), whole)
@@ -205,13 +204,19 @@ class ModelFunction:
         for (layer, masked), moments in zip(self.pooled.items(), state.moments):
             _batch_norm.update(layer, moments, masked)
 
-    def _values_of(self, variables: List[Any]) -> List[Any]:
+    def values_of(self, variables: List[Any]) -> List[Any]:
+        """The values that these variables have before the batch."""
         values = dict(zip(map(id, self.variables), self.values))
         return [values[id(variable)] for variable in variables]
 
-    def _scope(self, weights: List[Any], carried: Iterable[Any] = ()) -> Scope:
+    def _scope(self, carried: Iterable[Any] = ()) -> Scope:
         # Where a variable appears twice, the later value counts.
-        return Scope([*zip(self.variables, self.values), *zip(self.trained, weights), *carried])
+        scope = Scope([*zip(self.variables, self.values), *carried])
+        for variable, weight in zip(self.trained, self.weights):
+            # Trained variables stay themselves: no step writes them, and gradients through
+            # recomputation (RematScope), custom gradients and tf.function see variables only.
+            scope.state_mapping[id(variable)] = weight
+        return scope
 
     def _forward(self, micro_batch: Any) -> Any:
         x, model = micro_batch[0], self.model
@@ -235,7 +240,7 @@ class ModelFunction:
             terms = _losses.Terms(model._compile_loss, part, whole)
             losses = [loss for loss in [terms(y, y_pred, sample_weight)] if loss is not None]
         losses += _losses.added_losses(model, part, of_all)
-        if not losses and not model.losses:
+        if not losses and not any(v.regularizer for v in model.trainable_weights):
             raise ValueError("No loss to compute. Provide a `loss` argument in `compile()`.")
         trained = tf.add_n([tf.zeros([], dtype), *(tf.cast(loss, dtype) for loss in losses)])
         unreported = tf.cast(terms.unreported, dtype) if terms else 0
@@ -243,13 +248,18 @@ class ModelFunction:
 
     def _update_trackers(self, loss: Any, terms: List[Any], examples: Any) -> None:
         """Tells Keras the losses of the batch so far, as its own step tells those of the batch."""
-        tracker, *term_trackers = _loss_metrics(self.model)
+        tracker, *term_trackers = self._loss_metrics()
         tracker.update_state(loss, sample_weight=examples)
-        for metric, value, tracked in zip(term_trackers, terms, self.tracked):
-            if tracked:
-                # Keras weights these by the batch size only where the graph knows it.
-                weight = examples if isinstance(examples, int) else None
-                metric.update_state(value, sample_weight=weight)
+        for metric, value, weighted in zip(term_trackers, terms, self.tracked):
+            # Keras weights a scalar by the batch size only where the graph knows it.
+            if weighted is not None:
+                known = isinstance(examples, int) or weighted
+                metric.update_state(value, sample_weight=examples if known else None)
+
+    def _loss_metrics(self) -> List[Any]:
+        """The metrics of reported losses: updated once per batch, with the value of the whole."""
+        compiled = None if self.overridden else self.model._compile_loss
+        return [self.model._loss_tracker, *(compiled.metrics if compiled else [])]
 
     def _dry_run(self, micro_batch: Any) -> Any:
         found: List[Any] = []
@@ -276,8 +286,9 @@ class _Loss(NamedTuple):
 
 
 def overrides(model: Any, method: str) -> bool:
-    """Whether the model's class brings its own version of a method of keras.Model."""
-    return getattr(type(model), method) is not getattr(keras.Model, method)
+    """Whether the model, or its class, brings its own version of a method of keras.Model."""
+    own_class = getattr(type(model), method) is not getattr(keras.Model, method)
+    return own_class or method in vars(model)
 
 
 def layers_of(model: Any) -> List[Any]:
@@ -287,14 +298,10 @@ def layers_of(model: Any) -> List[Any]:
 
 def _variables_of(model: Any) -> List[Any]:
     """All variables of the model, its seeds and its metrics, each once."""
-    metrics = [v for metric in _loss_metrics(model) for v in metric.variables]
+    compiled = model._compile_loss.metrics if model._compile_loss else []
+    metrics = [v for metric in (model._loss_tracker, *compiled) for v in metric.variables]
     variables = [*model.variables, *model.metrics_variables, *metrics]
     return list({id(variable): variable for variable in variables}.values())
-
-
-def _loss_metrics(model: Any) -> List[Any]:
-    """The metrics behind the reported losses: updated once per batch, with its whole value."""
-    return [model._loss_tracker, *(model._compile_loss.metrics if model._compile_loss else [])]
 
 
 def _read(variables: Iterable[Any]) -> List[Any]:
