@@ -663,3 +663,159 @@ def test_metrics_are_those_of_the_whole_batch(mode):
         fit={"sample_weight": np.arange(N), "validation_data": (data(11, 4), labels[:11])},
         **MODES[mode],
     )
+
+
+# Gradients that only variables get
+
+
+class Recomputed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        with keras.RematScope(mode="full"):
+            self.first = layers.Dense(5, activation="tanh", kernel_regularizer="l2")
+        self.second = layers.Dense(2)
+
+    def call(self, inputs):
+        return self.second(self.first(inputs))
+
+
+class InFunction(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.layer = layers.Dense(2)
+
+    def build(self, shape):
+        self.layer.build(shape)
+
+    @tf.function
+    def call(self, inputs):
+        return self.layer(inputs)
+
+
+class OwnGradient(InFunction):
+    def call(self, inputs):
+        @tf.custom_gradient
+        def halved(x):
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(x)
+                outputs = self.layer(x)
+
+            def gradient(upstream, variables=None):
+                gradients = tape.gradient(outputs, [x, *(variables or [])], upstream)
+                gradients = [0.5 * g for g in gradients]
+                return gradients[0], gradients[1:]
+
+            return outputs, gradient
+
+        return halved(inputs)
+
+
+INDIRECT = {
+    "recomputed": Recomputed,
+    "tf.function": lambda: keras.Sequential([keras.Input([4]), InFunction()]),
+    "custom_gradient": lambda: keras.Sequential([keras.Input([4]), OwnGradient()]),
+}
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize("name", INDIRECT)
+def test_gradients_that_only_variables_get(mode, name):
+    check(INDIRECT[name], data(N, 4), data(N, 2, seed=1), **MODES[mode])
+
+
+class Branching(keras.Model):
+    """An embedding in a branch: its gradient comes without a known shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.last = layers.Embedding(50, 4), layers.Dense(2)
+
+    def build(self, shape):
+        self.embedding.build(shape)
+        self.last.build([None, 4])
+
+    def call(self, inputs):
+        rows = tf.cond(
+            tf.reduce_sum(inputs) > 3,
+            lambda: self.embedding(inputs),
+            lambda: 2 * self.embedding(inputs),
+        )
+        return self.last(tf.reduce_sum(rows, axis=1))
+
+
+def test_an_embedding_in_a_branch():
+    x = np.random.default_rng(0).permutation(50)[:48].reshape(16, 3)  # no row repeats
+    check(Branching, x, data(16, 2, seed=1), optimizer=lambda: optimizers.SGD(0.1))
+
+
+# Unusual losses
+
+
+def test_weights_that_cancel_in_a_micro_batch():
+    check(
+        dense,
+        data(16, 4),
+        data(16, 2, seed=1),
+        micro_batch_size=2,
+        loss=lambda: losses.MeanSquaredError(reduction="mean_with_sample_weight"),
+        fit={"sample_weight": np.tile([1.0, -1.0, 2.0, 3.0], 4)},
+    )
+
+
+@pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
+@modes
+def test_a_scalar_mean_over_a_masked_output(mode):
+    def mean(y_true, y_pred):
+        return keras.ops.mean((keras.ops.one_hot(y_true, 3) - y_pred) ** 2)
+
+    check(masked_dense, padded(), tokens(vocabulary=3), loss=mean, **MODES[mode])
+
+
+@modes
+def test_a_sum_of_flattened_values(mode):
+    class Flat(losses.Loss):
+        def call(self, y_true, y_pred):
+            return keras.ops.reshape((y_true - y_pred) ** 2, [-1])
+
+    check(
+        dense,
+        data(16, 4),
+        data(16, 2, seed=1),
+        micro_batch_size=4,
+        loss=lambda: Flat(reduction="sum"),
+        optimizer=lambda: optimizers.SGD(0.01),
+        **MODES[mode],
+    )
+
+
+def test_two_outputs_without_reduction():
+    def build():
+        inputs = keras.Input([4])
+        outputs = [layers.Dense(2, name=name)(inputs) for name in ("a", "b")]
+        return keras.Model(inputs, outputs)
+
+    check(
+        build,
+        data(N, 4),
+        [data(N, 2, seed=1), data(N, 2, seed=2)],
+        loss=lambda: [losses.MeanSquaredError(reduction=None) for _ in range(2)],
+        optimizer=lambda: optimizers.SGD(0.01),
+    )
+
+
+def test_several_losses_of_a_single_output():
+    check(
+        dense,
+        data(N, 4),
+        data(N, 2, seed=1),
+        loss=lambda: ["mse", losses.MeanSquaredError(reduction=None, name="other")],
+    )
+
+
+def test_a_loss_scale_and_a_regularizer():
+    check(
+        lambda: dense(kernel_regularizer="l2"),
+        data(N, 4),
+        data(N, 2, seed=1),
+        optimizer=OPTIMIZERS["loss_scale"],
+    )

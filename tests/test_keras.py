@@ -281,6 +281,67 @@ def test_no_trained_weights():
         fit(model)
 
 
+@pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
+def test_an_own_compute_loss_of_several_outputs():
+    class Own(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return 2 * super().compute_loss(x, y, y_pred, sample_weight, training)
+
+    def build():
+        inputs = keras.Input([4])
+        return Own(inputs, {"a": layers.Dense(2)(inputs), "b": layers.Dense(2)(inputs)})
+
+    # Even sizes: metrics that compute_loss updates see micro-batches.
+    check(build, X, {"a": Y, "b": -Y}, loss={"a": "mse", "b": "mae"}, micro_batch_size=4)
+
+
+def test_methods_set_on_the_instance():
+    def own_loss(x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.mean(keras.ops.abs(y - y_pred))
+
+    def before(model):
+        model.compute_loss = own_loss
+
+    with pytest.warns(macrobatch.ExactnessWarning, match="overrides compute_loss"):
+        check(dense, X, Y, before=before)
+    model = compiled(dense())
+    macrobatch.release(model)
+    model.test_step = lambda data: {"mine": tf.constant(1.0)}
+    macrobatch.release(macrobatch.accumulate(model, 3))
+    assert model.evaluate(X, Y, verbose=0, return_dict=True) == {"mine": 1.0}
+
+
+def test_an_optimizer_with_its_own_apply_gradients():
+    class Doubling(optimizers.SGD):
+        def apply_gradients(self, grads_and_vars):
+            return super().apply_gradients([(2 * g, v) for g, v in grads_and_vars])
+
+    check(dense, X, Y, optimizer=lambda: Doubling(0.1))
+
+
+def test_masks_drawn_at_random_are_counted_as_they_are_drawn():
+    class Drawn(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.seed = keras.random.SeedGenerator(3)
+            self.supports_masking = True
+
+        def call(self, inputs):
+            return inputs * 1.0
+
+        def compute_mask(self, inputs, previous_mask=None):
+            return keras.random.uniform(keras.ops.shape(inputs)[:2], seed=self.seed) > 0.5
+
+    def ones(y_true, y_pred):
+        return keras.ops.ones_like(y_pred[..., 0]) + 0 * y_pred[..., 0]
+
+    inputs = keras.Input([6, 2])
+    model = keras.Model(inputs, Drawn()(layers.Dense(2)(inputs)))
+    model.compile("sgd", ones)
+    macrobatch.accumulate(model, 2)
+    np.testing.assert_allclose(model.train_on_batch(data(16, 6, 2), data(16, 6, 2)), 1.0)
+
+
 # What is refused
 
 
@@ -298,6 +359,27 @@ def test_accumulation_by_the_optimizer_too():
         model = dense()
         model.compile(wrap(optimizers.SGD(0.1, gradient_accumulation_steps=2)), "mse")
         refused(macrobatch.accumulate(model, 4), "gradient_accumulation_steps=2")
+
+
+def test_accumulation_by_one_of_several_optimizers():
+    multi = pytest.importorskip("keras").optimizers.__dict__.get("MultiOptimizer")
+    if multi is None:
+        pytest.skip("this Keras has no MultiOptimizer")
+    own = optimizers.SGD(0.1, gradient_accumulation_steps=2)
+    model = dense()
+    model.compile(multi(lambda variable: own), "mse")
+    refused(macrobatch.accumulate(model, 4), "gradient_accumulation_steps=2")
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_a_loss_that_selects_values(mode):
+    class Selecting(keras.losses.Loss):
+        def call(self, y_true, y_pred):
+            return tf.boolean_mask((y_true - y_pred) ** 2, y_true > 0)
+
+    model = compiled(dense(), loss=Selecting(), **MODES[mode])
+    errors = (ValueError, tf.errors.InvalidArgumentError)
+    refused(model, "examples as first dimension", error=errors)
 
 
 def test_stateful_layers():

@@ -79,9 +79,11 @@ def optimizer(value: Any) -> None:
             f"Received: gradient_accumulation_steps={value.gradient_accumulation_steps} on "
             f"{type(value).__name__}. Leave it out: macrobatch makes one whole update per batch."
         )
-    for inner in (getattr(value, "inner_optimizer", None), *getattr(value, "optimizers", ())):
-        if inner is not None:
-            optimizer(inner)
+    # LossScaleOptimizer has an inner optimizer, MultiOptimizer several, with no public name.
+    inner = [getattr(value, "inner_optimizer", None), *getattr(value, "_inner_optimizers", ())]
+    for each in inner:
+        if each is not None:
+            optimizer(each)
 
 
 def splittable_layers(layers: Iterable[Any]) -> None:
@@ -138,14 +140,20 @@ def weights_fit_losses(weights: Any, losses: Any, what: str) -> None:
     )
 
 
-def values_for_examples() -> str:
-    """What to say of a loss that does not have a fixed number of values for each example."""
-    return (
-        "A loss must return its values with the examples as first dimension, or be a scalar. "
-        "Received: another number of values than examples. Instead of selecting values "
-        "(boolean_mask), multiply them by weights or pass them as sample_weight, with "
-        'reduction="mean_with_sample_weight"; instead of flattening them, keep the examples first.'
-    )
+VALUES_PER_EXAMPLE = (
+    "A mean loss must return its values with the examples as first dimension, or one scalar. "
+    "Received: values for another number than that of the examples. Instead of selecting values "
+    '(boolean_mask), weight them: sample_weight and reduction="mean_with_sample_weight". Instead '
+    "of flattening them, keep the examples first."
+)
+
+
+def values_per_example(values: Optional[int], examples: Any, is_scalar: bool) -> None:
+    """Raises if a loss is known to have another number of values than there are examples."""
+    # A size that is known although the number of examples is not, is not that number.
+    known = examples if isinstance(examples, int) else None
+    if values is not None and values != known and not is_scalar:
+        raise ValueError(VALUES_PER_EXAMPLE)
 
 
 def scalar_weight(weight: Any) -> None:

@@ -108,7 +108,7 @@ class _Accumulation:
 
     def uninstall(self) -> None:
         for name in ("train_step", "make_train_function", "test_step"):
-            if name in vars(self.model):
+            if getattr(vars(self.model).get(name), "__self__", None) is self:
                 delattr(self.model, name)
         self._forget_traces()
 
@@ -193,6 +193,7 @@ class _Accumulation:
             # A loss scale is a constant before, and a variable after the optimizer is built.
             with tf.init_scope():
                 optimizer.build(function.trained)
+            _checks.optimizer(optimizer)  # a MultiOptimizer knows its parts only now
         return optimizer.scale_loss(tf.ones([], keras.config.floatx()))
 
     def _update(self, variables: List[Any], gradients: List[Any]) -> None:

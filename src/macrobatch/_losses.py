@@ -113,7 +113,10 @@ class Terms:
         reduction = _reduction(entry.loss)
         is_mean = reduction in (*COUNTING, "mean_with_sample_weight")
         is_scalar = len(values.shape) == 0
-        if is_scalar or (is_mean and not per_example(values, self.part.examples)):
+        if is_mean and not is_scalar:
+            is_scalar = values.shape[0] == 1 and self.part.examples != 1
+            _checks.values_per_example(values.shape[0], self.part.examples, is_scalar)
+        if is_scalar:
             self.scalars.append(entry.name)
             if sample_weight is None and (is_mean or not masks):
                 return self.part.weight
@@ -135,7 +138,7 @@ class Terms:
         if len(values.shape) == 0 or values.shape[0] is not None:
             return value
         check = tf.debugging.assert_equal(
-            tf.shape(values)[0], self.part.examples, _checks.values_for_examples()
+            tf.shape(values)[0], self.part.examples, _checks.VALUES_PER_EXAMPLE
         )
         with tf.control_dependencies([] if check is None else [check]):
             return tf.identity(value)
