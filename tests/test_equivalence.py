@@ -805,7 +805,7 @@ def test_two_outputs_without_reduction():
 
 def test_several_losses_of_a_single_output():
     check(
-        dense,
+        lambda: dense(name="output"),
         data(N, 4),
         data(N, 2, seed=1),
         loss=lambda: ["mse", losses.MeanSquaredError(reduction=None, name="other")],

@@ -330,13 +330,20 @@ def test_masks_drawn_at_random_are_counted_as_they_are_drawn():
             return inputs * 1.0
 
         def compute_mask(self, inputs, previous_mask=None):
-            return keras.random.uniform(keras.ops.shape(inputs)[:2], seed=self.seed) > 0.5
+            return keras.random.uniform(tf.shape(inputs)[:2], seed=self.seed) > 0.5
 
     def ones(y_true, y_pred):
         return keras.ops.ones_like(y_pred[..., 0]) + 0 * y_pred[..., 0]
 
-    inputs = keras.Input([6, 2])
-    model = keras.Model(inputs, Drawn()(layers.Dense(2)(inputs)))
+    class Subclassed(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first, self.drawn = layers.Dense(2), Drawn()
+
+        def call(self, inputs):
+            return self.drawn(self.first(inputs))
+
+    model = Subclassed()
     model.compile("sgd", ones)
     macrobatch.accumulate(model, 2)
     np.testing.assert_allclose(model.train_on_batch(data(16, 6, 2), data(16, 6, 2)), 1.0)
