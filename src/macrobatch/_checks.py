@@ -58,6 +58,18 @@ def keras_model(model: Any) -> None:
         )
 
 
+def one_replica(model: Any) -> None:
+    """Raises for models that are trained on several devices at once."""
+    replicas = model.distribute_strategy.num_replicas_in_sync
+    if replicas > 1:
+        raise ValueError(
+            "accumulate trains on one device: the loss of a batch is not yet put together over "
+            f"replicas. Received: a model made in the scope of "
+            f"{type(model.distribute_strategy).__name__} with {replicas} replicas. "
+            "Make the model outside of the strategy's scope."
+        )
+
+
 def plain_train_step(model: Any) -> None:
     """Raises if the model brings a train step of its own."""
     import keras

@@ -59,6 +59,7 @@ def accumulate(
     weight = _checks.micro_batch_weight(micro_batch_weight)
     _checks.keras_model(model)
     release(model)
+    _checks.one_replica(model)
     _checks.plain_train_step(model)
     _Accumulation(model, size, weight).install()
     return model
