@@ -45,7 +45,7 @@ def test_several_replicas(monkeypatch):
     several = model()
     strategy = type("Strategy", (), {"num_replicas_in_sync": 2})()
     monkeypatch.setattr(several, "_distribute_strategy", strategy)
-    with pytest.raises(ValueError, match="one device.*Strategy with 2 replicas"):
+    with pytest.raises(ValueError, match=r"one device.*Strategy with 2 replicas"):
         macrobatch.accumulate(several, 8)
 
 

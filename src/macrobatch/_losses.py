@@ -135,7 +135,9 @@ class Terms:
 
     def _checked(self, value: Any, values: Any) -> Any:
         """The value of a mean, once its values are known to be as many as there are examples."""
-        if len(values.shape) == 0 or values.shape[0] is not None:
+        # Counting denominators must not depend on predictions, or nothing of it could be pruned.
+        counting = self._whole is None
+        if counting or len(values.shape) == 0 or values.shape[0] is not None:
             return value
         check = tf.debugging.assert_equal(
             tf.shape(values)[0], self.part.examples, _checks.VALUES_PER_EXAMPLE
