@@ -41,6 +41,10 @@ class Scope(keras.StatelessScope):
         self.written[id(update[0])] = update[0]
         super().add_update(update)
 
+    def values_of(self, variables: List[Any]) -> List[Any]:
+        """The values that these variables have now, with the shapes of the variables."""
+        return [tf.ensure_shape(self.get_current_value(v), v.shape) for v in variables]
+
 
 class ModelFunction:
     """A model, compiled, at the current values of its variables.
@@ -134,8 +138,7 @@ class ModelFunction:
         values = [*zip(self.variables, self.values), *zip(self.carried, carried)]
         with Scope(values) as scope:
             terms = self._loss(micro_batch, self._forward(micro_batch), part).terms
-        carried = [scope.get_current_value(variable) for variable in self.carried]
-        return terms.part if terms else part, carried
+        return terms.part if terms else part, scope.values_of(self.carried)
 
     def regularization(self) -> Any:
         """The sum of the weight regularisers."""
@@ -186,8 +189,8 @@ class ModelFunction:
         state = State(
             loss=total,
             terms=terms,
-            trackers=[scope.get_current_value(v) for v in self.trackers],
-            carried=[scope.get_current_value(v) for v in self.carried],
+            trackers=scope.values_of(self.trackers),
+            carried=scope.values_of(self.carried),
             moments=[
                 _batch_norm.pooled(before, calls[0].moments)
                 for before, calls in zip(state.moments, calls_of)
