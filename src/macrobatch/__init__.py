@@ -2,11 +2,12 @@
 
 The data flow, and the order in which the package reads:
 
-    batch -> micro-batches        _split
-    -> loss terms                 _losses
-    -> gradients                  _gradients
-    -> weighted sum               _sums
-    -> one update                 _keras
+    batch -> micro-batches            _split
+    -> loss terms                     _losses
+    -> model, loss and statistics     _model, _batch_norm
+    -> gradients                      _gradients
+    -> weighted sum                   _sums
+    -> one update                     _keras
 """
 
 from macrobatch._checks import ExactnessWarning

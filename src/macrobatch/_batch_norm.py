@@ -27,13 +27,9 @@ class Call(NamedTuple):
     masked: bool
 
 
-def layers_of(model: Any) -> List[Any]:
-    """The BatchNormalization layers in a model."""
-    return [
-        layer
-        for layer in model._flatten_layers()
-        if isinstance(layer, keras.layers.BatchNormalization)
-    ]
+def among(layers: Sequence[Any]) -> List[Any]:
+    """The BatchNormalization layers among these."""
+    return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
 
 
 @contextlib.contextmanager

@@ -1,5 +1,5 @@
-"""The loop: micro-batch -> gradients -> sum. In a graph it is a function of values: it reads and
-writes no variable, so whatever fails in it has changed nothing.
+"""The loop: micro-batch -> gradients -> sum. It goes from values to values and writes no variable,
+so whatever fails in it has changed nothing.
 
 What the loop means, whichever way it runs:
 

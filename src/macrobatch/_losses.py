@@ -70,8 +70,8 @@ class Terms:
     def unreported(self) -> Any:
         """What the loss has more than the reported one: reduction=None is reported as a mean."""
         # For a single output, Keras uses the first loss and no other.
-        used = self._unreported if any(m.updated for m in self._compiled._metrics) else None
-        return sum(self._unreported[:1] if used is None else used)
+        single = not any(metric.updated for metric in self._compiled._metrics)
+        return sum(self._unreported[:1] if single else self._unreported)
 
     @property
     def tracked(self) -> List[Any]:
@@ -155,13 +155,13 @@ class _Tracked:
         self.updated = True
 
 
-def added_losses(model: Any, part: Denominators, whole: Denominators) -> List[Any]:
+def added_losses(layers: List[Any], part: Denominators, whole: Denominators) -> List[Any]:
     """The part of this micro-batch in the losses that layers have added.
 
     Scalars are means over the batch; vectors with a value for each example are summed, as in Keras.
     """
     added = []
-    for layer in model._flatten_layers():
+    for layer in layers:
         for loss in layer._get_own_losses():
             loss = loss if loss.dtype.is_floating else tf.cast(loss, keras.config.floatx())
             total = tf.reduce_sum(loss)
@@ -176,11 +176,11 @@ def added_losses(model: Any, part: Denominators, whole: Denominators) -> List[An
     return added
 
 
-def layers_adding_scalars(model: Any, examples: Any) -> List[str]:
+def layers_adding_scalars(layers: List[Any], examples: Any) -> List[str]:
     """The layers with scalar `add_loss` values other than activity regularisers."""
     return [
         layer.name
-        for layer in model._flatten_layers()
+        for layer in layers
         if layer.activity_regularizer is None
         and any(not per_example(loss, examples) for loss in layer._get_own_losses())
     ]

@@ -1,5 +1,6 @@
-"""A Keras model as a function of values: forward pass, loss and metrics of a micro-batch, without a
-variable being read or written. What macrobatch knows about the inside of keras.Model is here.
+"""A Keras model as a function: forward pass, loss and metrics of a micro-batch, from values to
+values. No variable is written, and only the trained ones are read. What macrobatch knows about the
+inside of keras.Model is here.
 """
 
 from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional
@@ -50,7 +51,7 @@ class ModelFunction:
     """A model, compiled, at the current values of its variables.
 
     Attributes:
-        trained: the variables to be trained; `weights` are their values.
+        trained: the variables to be trained.
         counted: whether denominators must be counted before the first micro-batch.
         inexact: what cannot equal the whole batch, and the way out.
     """
@@ -73,7 +74,7 @@ class ModelFunction:
         if not all(layer.built for layer in layers_of(model)):
             with Scope(), keras.SymbolicScope():
                 self._dry_run(micro_batch)
-        normalizations = _batch_norm.layers_of(model)
+        normalizations = _batch_norm.among(layers_of(model))
         # In a symbolic scope, weights may also be regularised that the scope has no value of.
         recorded = _batch_norm.recorded(normalizations)
         with Scope() as scope, keras.SymbolicScope(), recorded as calls_of:
@@ -242,7 +243,7 @@ class ModelFunction:
                 model._compile_loss(y, y_pred)
             terms = _losses.Terms(model._compile_loss, part, whole)
             losses = [loss for loss in [terms(y, y_pred, sample_weight)] if loss is not None]
-        losses += _losses.added_losses(model, part, of_all)
+        losses += _losses.added_losses(layers_of(model), part, of_all)
         if not losses and not any(v.regularizer for v in model.trainable_weights):
             raise ValueError("No loss to compute. Provide a `loss` argument in `compile()`.")
         trained = tf.add_n([tf.zeros([], dtype), *(tf.cast(loss, dtype) for loss in losses)])
@@ -272,7 +273,7 @@ class ModelFunction:
             part = self.part(micro_batch)
             y_pred = self._forward(micro_batch)
             found.append(self._loss(micro_batch, y_pred, part).terms)
-            found.append(_losses.layers_adding_scalars(self.model, part.examples))
+            found.append(_losses.layers_adding_scalars(layers_of(self.model), part.examples))
             self.model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
         if tf.executing_eagerly():
