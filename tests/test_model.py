@@ -49,7 +49,7 @@ def test_regularization_is_apart():
 
 def test_a_dry_run_shows_what_is_written():
     _, _, call = function()
-    names = {v.path.split("/")[-1] for v in call.carried}
+    names = {v.path.split("/")[-1] for v in call.written.carried}
     assert names == {"seed_generator_state", "total", "count"}
     assert call.inexact == []
     assert not call.counted

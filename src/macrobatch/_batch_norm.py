@@ -5,8 +5,8 @@ are the moments of the whole batch, and move the statistics once per update, not
 """
 
 import contextlib
-import functools
-from typing import Any, Iterator, List, NamedTuple, Sequence
+import threading
+from typing import Any, Dict, Iterator, List, NamedTuple
 
 import keras
 import tensorflow as tf
@@ -27,36 +27,51 @@ class Call(NamedTuple):
     masked: bool
 
 
-def among(layers: Sequence[Any]) -> List[Any]:
-    """The BatchNormalization layers among these."""
-    return [layer for layer in layers if isinstance(layer, keras.layers.BatchNormalization)]
+# For each layer, its calls in the order in which they were made.
+Calls = Dict[Any, List[Call]]
+
+# `_moments` is private, and the one place where the moments are at hand to full precision: from the
+# updated moving statistics they come back with most digits lost.
+_plain_moments = keras.layers.BatchNormalization._moments
+
+_recording = threading.local()
+_patching = threading.Lock()
+_recorders = 0
 
 
 @contextlib.contextmanager
-def recorded(layers: Sequence[Any]) -> Iterator[List[List[Call]]]:
-    """Records, for each of the layers, the moments that it computes when called in training."""
-    records: List[List[Call]] = [[] for _ in layers]
-    # `_moments` is private, and the one place where the moments are at hand to full precision:
-    # from the updated moving statistics they come back with most digits lost.
-    for layer, record in zip(layers, records):
-        vars(layer)["_moments"] = functools.partial(_moments, layer, record)
+def recorded() -> Iterator[Calls]:
+    """Records the moments that layers compute when this thread calls them in training."""
+    global _recorders
+    before, _recording.calls = getattr(_recording, "calls", None), {}
+    with _patching:
+        _recorders += 1
+        keras.layers.BatchNormalization._moments = _recording_moments
     try:
-        yield records
+        yield _recording.calls
     finally:
-        for layer in layers:
-            vars(layer).pop("_moments", None)
+        _recording.calls = before
+        with _patching:
+            _recorders -= 1
+            if _recorders == 0:
+                keras.layers.BatchNormalization._moments = _plain_moments
 
 
-def _moments(layer: Any, calls: List[Call], inputs: Any, mask: Any) -> Any:
-    mean, variance = type(layer)._moments(layer, inputs, mask)
+def _recording_moments(layer: Any, inputs: Any, mask: Any) -> Any:
+    mean, variance = _plain_moments(layer, inputs, mask)
+    calls = getattr(_recording, "calls", None)
+    if calls is not None:
+        calls.setdefault(layer, []).append(_call(layer, inputs, mask, mean, variance))
+    return mean, variance
+
+
+def _call(layer: Any, inputs: Any, mask: Any, mean: Any, variance: Any) -> Call:
     if mask is None:
         count = tf.cast(tf.size(inputs) // tf.shape(inputs)[layer.axis], mean.dtype)
-        calls.append(Call(Moments(count, mean, variance), masked=False))
-    else:
-        count = tf.reduce_sum(tf.cast(mask, mean.dtype))
-        bias = _masked_bias(count)
-        calls.append(Call(Moments(count, mean * bias, variance * bias), masked=True))
-    return mean, variance
+        return Call(Moments(count, mean, variance), masked=False)
+    count = tf.reduce_sum(tf.cast(mask, mean.dtype))
+    bias = _masked_bias(count)
+    return Call(Moments(count, mean * bias, variance * bias), masked=True)
 
 
 def can_pool(layer: Any, calls: List[Call]) -> bool:

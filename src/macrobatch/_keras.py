@@ -1,5 +1,5 @@
 """fit(): a train step and a test step that cut their batch into micro-batches. No arithmetic of
-its own: the loop is in _gradients, the loss in _losses, the model as a function in _model.
+its own: the loop is in _loop, the loss in _losses, the model as a function in _model.
 """
 
 import warnings
@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, List, Optional, TypeVar
 import keras
 import tensorflow as tf
 
-from macrobatch import _checks, _gradients, _model, _split, _sums
+from macrobatch import _checks, _loop, _model, _split, _sums
 from macrobatch._losses import Denominators
 
 Model = TypeVar("Model")
@@ -129,13 +129,14 @@ class _Accumulation:
             with tf.GradientTape() as tape:
                 loss, state, logs = function(micro_batch, state, whole)
                 scaled = loss * tf.cast(scale, loss.dtype)
-            return _gradients.gradients_of(tape, scaled, function.weights), state, logs
+            gradients = _loop.gradients_of(tape, scaled, function.weights)
+            return _loop.Part(gradients, state, logs)
 
-        sums, state, logs = _gradients.sum_over_micro_batches(
+        sums, state, logs, _ = _loop.sum_over_micro_batches(
             step, batch, whole.examples, self.micro_batch_size, function.start(penalty)
         )
         gradients = [_sums.add(*pair) for pair in zip(sums, penalties)]
-        with _after((gradients, state, logs)):
+        with _loop.after((gradients, state, logs)):
             function.write(state)
             self._remember(whole.examples)
             self._update(function.trained, gradients)
@@ -147,13 +148,13 @@ class _Accumulation:
 
         def step(micro_batch: Any, state: _model.State) -> Any:
             _, state, logs = function(micro_batch, state, whole)
-            return [], state, logs
+            return _loop.Part([], state, logs)
 
         start = function.start(function.regularization())
-        _, state, logs = _gradients.sum_over_micro_batches(
+        _, state, logs, _ = _loop.sum_over_micro_batches(
             step, batch, whole.examples, self.micro_batch_size, start
         )
-        with _after((state, logs)):
+        with _loop.after((state, logs)):
             function.write(state)
         return logs
 
@@ -181,10 +182,10 @@ class _Accumulation:
             part, carried = function.denominators(micro_batch, carried)
             counts = [part.weight, *part.terms]
             counts = [d if d is None else tf.cast(d, keras.config.floatx()) for d in counts]
-            return counts, carried, ()
+            return _loop.Part(counts, carried)
 
-        (weight, *terms), _, _ = _gradients.sum_over_micro_batches(
-            count, batch, examples, self.micro_batch_size, function.values_of(function.carried)
+        (weight, *terms), *_ = _loop.sum_over_micro_batches(
+            count, batch, examples, self.micro_batch_size, function.written.start().carried
         )
         return Denominators(examples, weight, terms)
 
@@ -232,15 +233,3 @@ class _Accumulation:
         # How large the first batch is may be known in the graph only.
         first = self.first_batch
         first.assign(tf.where(first > 0, first, examples))
-
-
-def _after(values: Any) -> Any:
-    """A context whose operations run once all of these values are there.
-
-    Without it a variable could change, or the optimizer count an update, although another
-    micro-batch is about to fail.
-    """
-    everything = tf.nest.flatten(values, expand_composites=True)
-    with tf.control_dependencies([tensor for tensor in everything if tensor is not None]):
-        ready = tf.no_op()
-    return tf.control_dependencies([] if tf.executing_eagerly() else [ready])

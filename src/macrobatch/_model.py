@@ -3,13 +3,14 @@ values. No variable is written, and only the trained ones are read. What macroba
 inside of keras.Model is here.
 """
 
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional
+from typing import Any, Callable, Iterable, List, NamedTuple, Optional
 
 import keras
 import tensorflow as tf
 
-from macrobatch import _batch_norm, _checks, _losses, _split
+from macrobatch import _batch_norm, _checks, _losses, _split, _stateless
 from macrobatch._losses import Denominators
+from macrobatch._stateless import Scope
 
 
 class State(NamedTuple):
@@ -19,32 +20,13 @@ class State(NamedTuple):
         loss: the reported loss of the batch so far.
         terms: the reported terms of the compiled loss so far.
         trackers: the variables behind the reported losses, as of this loss.
-        carried: all other variables that layers and metrics write, such as seeds.
-        moments: of the BatchNormalization layers, pooled so far.
+        written: all other variables that layers and metrics write, such as seeds.
     """
 
     loss: Any
     terms: List[Any]
     trackers: List[Any]
-    carried: List[Any]
-    moments: List[_batch_norm.Moments]
-
-
-class Scope(keras.StatelessScope):
-    """A stateless scope that also tells which variables were written."""
-
-    def __init__(self, values: Iterable[Any] = ()):
-        # Without collect_losses, what layers add with `add_loss` would vanish.
-        super().__init__(state_mapping=list(values), collect_losses=True)
-        self.written: Dict[int, Any] = {}
-
-    def add_update(self, update: Any) -> None:
-        self.written[id(update[0])] = update[0]
-        super().add_update(update)
-
-    def values_of(self, variables: List[Any]) -> List[Any]:
-        """The values that these variables have now, with the shapes of the variables."""
-        return [tf.ensure_shape(self.get_current_value(v), v.shape) for v in variables]
+    written: _stateless.State
 
 
 class ModelFunction:
@@ -74,42 +56,28 @@ class ModelFunction:
         if not all(layer.built for layer in layers_of(model)):
             with Scope(), keras.SymbolicScope():
                 self._dry_run(micro_batch)
-        normalizations = _batch_norm.among(layers_of(model))
         # In a symbolic scope, weights may also be regularised that the scope has no value of.
-        recorded = _batch_norm.recorded(normalizations)
-        with Scope() as scope, keras.SymbolicScope(), recorded as calls_of:
+        with Scope() as scope, keras.SymbolicScope(), _batch_norm.recorded() as calls_of:
             terms, scalars = self._dry_run(micro_batch)
-        self.variables = _variables_of(model)
-        self.values = _read(self.variables)
-        written = list(scope.written.values())
-        _checks.writes_no_trained_variable(written, model.trainable_weights)
-
-        normalizing = {layer: calls for layer, calls in zip(normalizations, calls_of) if calls}
-        self.pooled = {
-            layer: calls[0].masked
-            for layer, calls in normalizing.items()
-            if _batch_norm.can_pool(layer, calls)
-        }
+        _checks.writes_no_trained_variable(scope.written.values(), model.trainable_weights)
         self.trackers = [v for metric in self._loss_metrics() for v in metric.variables]
-        moving = [v for layer in self.pooled for v in _batch_norm.statistics(layer)]
-        self.carried = _without(written, [*self.trackers, *moving])
+        self.written = written = _stateless.Written()
+        written.learn(scope, calls_of, but=self.trackers)
         # The global seed generator, for one, belongs to no layer.
-        strangers = _without(self.carried, self.variables)
-        self.variables += strangers
-        self.values += _read(strangers)
+        self.variables = _variables_of(model)
+        self.variables += _stateless.without(written.carried, self.variables)
+        self.values = _stateless.read(self.variables)
         self.trained = list(model.trainable_weights) if training else []
         self.terms = len(terms.part.terms) if terms else 0
         self.tracked = terms.tracked if terms else []
         self.counted = micro_batch_weight is not None or bool(terms and terms.counted)
-        decaying = [layer for layer in normalizing if layer not in self.pooled]
-        explained = [v for layer in decaying for v in layer.non_trainable_variables]
-        explained += [v for v in self.carried if v.name == "seed_generator_state"]
+        explained = [v for layer in written.decaying for v in layer.non_trainable_variables]
+        explained += [v for v in written.carried if v.name == "seed_generator_state"]
+        unexplained = _stateless.without(written.carried, [*model.metrics_variables, *explained])
         self.inexact = _checks.inexact(
-            normalizing=[layer.name for layer in normalizing],
-            decaying=[layer.name for layer in decaying],
-            writing=[
-                v.path for v in _without(self.carried, [*model.metrics_variables, *explained])
-            ],
+            normalizing=[layer.name for layer in written.normalizing],
+            decaying=[layer.name for layer in written.decaying],
+            writing=[v.path for v in unexplained],
             scalars=[] if micro_batch_weight else (terms.scalars if terms else []) + scalars,
             overridden=self.overridden and micro_batch_weight is None,
         )
@@ -136,10 +104,10 @@ class ModelFunction:
         part = self.part(micro_batch)
         if self.overridden:
             return part, carried
-        values = [*zip(self.variables, self.values), *zip(self.carried, carried)]
+        values = [*zip(self.variables, self.values), *zip(self.written.carried, carried)]
         with Scope(values) as scope:
             terms = self._loss(micro_batch, self._forward(micro_batch), part).terms
-        return terms.part if terms else part, scope.values_of(self.carried)
+        return terms.part if terms else part, scope.values_of(self.written.carried)
 
     def regularization(self) -> Any:
         """The sum of the weight regularisers."""
@@ -156,9 +124,8 @@ class ModelFunction:
         return State(
             loss=loss,
             terms=[tf.zeros_like(loss)] * self.terms,
-            trackers=self.values_of(self.trackers),
-            carried=self.values_of(self.carried),
-            moments=[_batch_norm.nothing(layer) for layer in self.pooled],
+            trackers=_stateless.read(self.trackers),
+            written=self.written.start(),
         )
 
     def __call__(self, micro_batch: Any, state: State, whole: Denominators) -> Any:
@@ -174,8 +141,8 @@ class ModelFunction:
             state after it; and the logs of the batch so far.
         """
         x, y, sample_weight = micro_batch
-        with self._scope(zip(self.carried, state.carried)) as scope:
-            with _batch_norm.recorded(list(self.pooled)) as calls_of:
+        with self._scope(zip(self.written.carried, state.written.carried)) as scope:
+            with _batch_norm.recorded() as calls_of:
                 y_pred = self._forward(micro_batch)
             loss = self._loss(micro_batch, y_pred, self.part(micro_batch), whole)
             total = state.loss + tf.stop_gradient(loss.reported)
@@ -191,11 +158,7 @@ class ModelFunction:
             loss=total,
             terms=terms,
             trackers=scope.values_of(self.trackers),
-            carried=scope.values_of(self.carried),
-            moments=[
-                _batch_norm.pooled(before, calls[0].moments)
-                for before, calls in zip(state.moments, calls_of)
-            ],
+            written=self.written.after(state.written, scope, calls_of),
         )
         return loss.trained, state, tf.nest.map_structure(tf.convert_to_tensor, logs)
 
@@ -203,15 +166,7 @@ class ModelFunction:
         """Writes the state after the last micro-batch to the variables."""
         for variable, value in zip(self.trackers, state.trackers):
             variable.assign(value)
-        for variable, value in zip(self.carried, state.carried):
-            variable.assign(value)
-        for (layer, masked), moments in zip(self.pooled.items(), state.moments):
-            _batch_norm.update(layer, moments, masked)
-
-    def values_of(self, variables: List[Any]) -> List[Any]:
-        """The values that these variables have before the batch."""
-        values = dict(zip(map(id, self.variables), self.values))
-        return [values[id(variable)] for variable in variables]
+        self.written.write(state.written)
 
     def _scope(self, carried: Iterable[Any] = ()) -> Scope:
         # Where a variable appears twice, the later value counts.
@@ -306,12 +261,3 @@ def _variables_of(model: Any) -> List[Any]:
     metrics = [v for metric in (model._loss_tracker, *compiled) for v in metric.variables]
     variables = [*model.variables, *model.metrics_variables, *metrics]
     return list({id(variable): variable for variable in variables}.values())
-
-
-def _read(variables: Iterable[Any]) -> List[Any]:
-    return [tf.convert_to_tensor(variable.value) for variable in variables]
-
-
-def _without(variables: Iterable[Any], others: Iterable[Any]) -> List[Any]:
-    unwanted = {id(variable) for variable in others}
-    return [variable for variable in variables if id(variable) not in unwanted]

@@ -1,4 +1,6 @@
-"""Batch -> micro-batches: nested structures of dense, ragged and sparse tensors, uneven tails."""
+"""Batch -> micro-batches, and what came of micro-batches -> one for the batch: nested structures
+of dense, ragged and sparse tensors, uneven tails.
+"""
 
 from typing import Any, List, NamedTuple
 
@@ -116,6 +118,38 @@ def first_micro_batch(batch: Any, runs: List[Run]) -> Any:
         # Slices at a constant index have a constant size, others have not.
         index = tf.compat.v1.placeholder_with_default(0, [])
     return micro_batch(batch, runs[0], index)
+
+
+class Pieces(NamedTuple):
+    """A tensor as dense parts: those of several micro-batches, joined, make the joined tensor."""
+
+    kind: str
+    parts: List[Any]
+
+
+def pieces(leaf: Any) -> Pieces:
+    """Takes a tensor apart, for `join`."""
+    if isinstance(leaf, tf.RaggedTensor):
+        return Pieces("ragged", [leaf.flat_values, *leaf.nested_row_lengths()])
+    if isinstance(leaf, tf.SparseTensor):
+        entries = tf.size(leaf.values)
+        return Pieces("sparse", [leaf.values, leaf.indices, entries, leaf.dense_shape[None]])
+    leaf = tf.convert_to_tensor(leaf)
+    return Pieces("dense", [leaf])
+
+
+def join(kind: str, parts: List[Any]) -> Any:
+    """The tensor whose parts were joined: put one after the other, scalars stacked."""
+    if kind == "ragged":
+        return tf.RaggedTensor.from_nested_row_lengths(parts[0], parts[1:], validate=False)
+    if kind == "sparse":
+        values, indices, entries, shapes = parts
+        rows = tf.repeat(tf.cumsum(shapes[:, 0], exclusive=True), entries)
+        indices = tf.concat([indices[:, :1] + rows[:, None], indices[:, 1:]], 1)
+        rest = tf.reduce_max(shapes[:, 1:], 0)
+        shape = tf.concat([[tf.reduce_sum(shapes[:, 0])], rest], 0)
+        return tf.SparseTensor(indices, values, shape)
+    return parts[0]
 
 
 def _rest(leaf: Any) -> Any:

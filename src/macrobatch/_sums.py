@@ -29,6 +29,11 @@ def cast(gradient: Any, dtype: Any) -> Any:
     return None if gradient is None else tf.cast(gradient, dtype)
 
 
+def widened(gradient: Any) -> Any:
+    """The gradient in the dtype in which it is summed."""
+    return None if gradient is None else cast(gradient, wide(gradient.dtype))
+
+
 def add(left: Any, right: Any) -> Any:
     """The sum of two gradients. It is sparse only if both are."""
     if left is None or right is None:

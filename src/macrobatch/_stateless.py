@@ -1,0 +1,125 @@
+"""Keras variables as values. A function runs in a scope where what it writes (seeds, moving
+statistics, metrics) becomes state that goes from micro-batch to micro-batch, and is written to the
+variables once, when the batch is through. So whatever fails before has changed nothing.
+"""
+
+from typing import Any, Dict, Iterable, List, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from macrobatch import _batch_norm
+
+
+class Scope(keras.StatelessScope):
+    """A stateless scope that also tells which variables were written, and whether any was made."""
+
+    def __init__(self, values: Iterable[Any] = ()):
+        # Without collect_losses, what layers add with `add_loss` would vanish.
+        super().__init__(state_mapping=list(values), collect_losses=True)
+        self.written: Dict[int, Any] = {}
+        self.made_variables = False
+
+    def add_update(self, update: Any) -> None:
+        self.written[id(update[0])] = update[0]
+        super().add_update(update)
+
+    def __exit__(self, *error: Any) -> None:
+        def creator(next_creator: Any, **arguments: Any) -> Any:
+            self.made_variables = True
+            return next_creator(**arguments)
+
+        # Variables that are made in a stateless scope have no value before its end.
+        with tf.variable_creator_scope(creator):
+            super().__exit__(*error)
+
+    def values_of(self, variables: List[Any]) -> List[Any]:
+        """The values that these variables have now, with the shapes of the variables."""
+        return [tf.ensure_shape(self.get_current_value(v), v.shape) for v in variables]
+
+
+class State(NamedTuple):
+    """What goes from one micro-batch to the next.
+
+    Attributes:
+        carried: the values of variables that are written, such as seeds.
+        moments: of the BatchNormalization layers whose moments are pooled.
+    """
+
+    carried: List[Any]
+    moments: List[_batch_norm.Moments]
+
+
+class Written:
+    """The variables that a function writes, as far as its runs have shown.
+
+    Attributes:
+        carried: variables whose values go from micro-batch to micro-batch.
+        pooled: BatchNormalization layers whose moving statistics move once per batch, by the
+            moments of the whole batch; and whether their inputs have a mask.
+        decaying: those whose moving statistics are carried, and so move once per micro-batch.
+    """
+
+    def __init__(self) -> None:
+        self.carried: List[Any] = []
+        self.pooled: Dict[Any, bool] = {}
+        self.decaying: List[Any] = []
+
+    def learn(self, scope: Scope, calls_of: _batch_norm.Calls, but: Iterable[Any] = ()) -> None:
+        """Adds what was written in a scope, except to some variables, and was not known before."""
+        for layer, calls in calls_of.items():
+            if layer in self.pooled or layer in self.decaying:
+                continue
+            if _batch_norm.can_pool(layer, calls):
+                self.pooled[layer] = calls[0].masked
+            else:
+                self.decaying.append(layer)
+        moving = [v for layer in self.pooled for v in _batch_norm.statistics(layer)]
+        self.carried += without(scope.written.values(), [*moving, *but, *self.carried])
+
+    @property
+    def normalizing(self) -> List[Any]:
+        """All BatchNormalization layers that were called in training."""
+        return [*self.pooled, *self.decaying]
+
+    def start(self) -> State:
+        """The state before the first micro-batch."""
+        moments = [_batch_norm.nothing(layer) for layer in self.pooled]
+        return State(read(self.carried), moments)
+
+    def scope(self, state: State) -> Scope:
+        """A scope in which the carried variables have these values."""
+        return Scope(zip(self.carried, state.carried))
+
+    def after(self, state: State, scope: Scope, calls_of: _batch_norm.Calls) -> State:
+        """The state after a run in a scope."""
+        moments = list(state.moments)
+        # In eager mode a layer may be seen for the first time in a later micro-batch.
+        moments += [_batch_norm.nothing(layer) for layer in list(self.pooled)[len(moments) :]]
+        return State(
+            carried=scope.values_of(self.carried),
+            moments=[
+                _batch_norm.pooled(before, calls_of[layer][0].moments)
+                if layer in calls_of
+                else before
+                for layer, before in zip(self.pooled, moments)
+            ],
+        )
+
+    def write(self, state: State) -> None:
+        """Writes the state after the last micro-batch to the variables."""
+        for variable, value in zip(self.carried, state.carried):
+            variable.assign(value)
+        for (layer, masked), moments in zip(self.pooled.items(), state.moments):
+            _batch_norm.update(layer, moments, masked)
+
+
+def read(variables: Iterable[Any]) -> List[Any]:
+    """The values of variables."""
+    return [tf.convert_to_tensor(variable.value) for variable in variables]
+
+
+def without(variables: Iterable[Any], others: Iterable[Any]) -> List[Any]:
+    """The variables that are not among the others."""
+    unwanted = {id(variable) for variable in others}
+    return [variable for variable in variables if id(variable) not in unwanted]
