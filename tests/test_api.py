@@ -2,7 +2,13 @@ import macrobatch
 
 
 def test_public_names():
-    assert sorted(macrobatch.__all__) == ["ExactnessWarning", "accumulate", "release"]
+    assert sorted(macrobatch.__all__) == [
+        "ExactnessWarning",
+        "GradientAccumulator",
+        "accumulate",
+        "release",
+        "value_and_gradients",
+    ]
     assert all(hasattr(macrobatch, name) for name in macrobatch.__all__)
 
 

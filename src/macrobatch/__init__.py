@@ -11,8 +11,9 @@ The data flow, and the order in which the package reads:
 """
 
 from macrobatch._checks import ExactnessWarning
+from macrobatch._gradients import value_and_gradients
 from macrobatch._keras import accumulate, release
 
 __version__ = "0.1.0"
 
-__all__ = ["ExactnessWarning", "accumulate", "release"]
+__all__ = ["ExactnessWarning", "accumulate", "release", "value_and_gradients"]

@@ -5,6 +5,8 @@ import warnings
 import weakref
 from typing import Any, Iterable, List, Optional, Sequence, Set, Tuple
 
+import tensorflow as tf
+
 
 class ExactnessWarning(UserWarning):
     """A part of the model whose update cannot equal that of the whole batch.
@@ -160,12 +162,81 @@ VALUES_PER_EXAMPLE = (
 )
 
 
-def values_per_example(values: Optional[int], examples: Any, is_scalar: bool) -> None:
-    """Raises if a loss is known to have another number of values than there are examples."""
+LOSSES_PER_EXAMPLE = (
+    "loss_fn must return losses with the examples of the micro-batch as first dimension, or one "
+    "scalar. Received: losses for another number than that of the examples. Instead of selecting "
+    "or flattening losses, weight them: return (losses, weights) of one shape."
+)
+
+
+def values_per_example(values: int, examples: Any, message: str) -> None:
+    """Raises if there are another number of values than there are examples."""
     # A size that is known although the number of examples is not, is not that number.
-    known = examples if isinstance(examples, int) else None
-    if values is not None and values != known and not is_scalar:
-        raise ValueError(VALUES_PER_EXAMPLE)
+    if values != (examples if isinstance(examples, int) else None):
+        raise ValueError(message)
+
+
+WEIGHTS_LIKE_LOSSES = "loss_fn must return losses and weights of the same shape."
+
+
+def weights_like_losses(weights: Any, losses: Any) -> None:
+    """Raises if weights are known to have another shape than the losses."""
+    if not losses.shape.is_compatible_with(weights.shape):
+        raise ValueError(
+            f"{WEIGHTS_LIKE_LOSSES} Received: losses of shape {tuple(losses.shape)}, weights of "
+            f"shape {tuple(weights.shape)}. Repeat the weights for each loss (tf.broadcast_to), "
+            "or return (scalar, weight)."
+        )
+
+
+def loss_fn(value: Any) -> Any:
+    """Returns `value`, if it can be called."""
+    if not callable(value):
+        raise ValueError(
+            "loss_fn must be a function of a micro-batch that returns its losses. "
+            f"Received: loss_fn={value!r}."
+        )
+    return value
+
+
+def with_aux(result: Any) -> Tuple[Any, Any]:
+    """The losses and aux that `loss_fn` returned."""
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        raise ValueError(
+            "With has_aux=True, loss_fn must return a pair: (what it returns without, aux). "
+            f"Received: {result!r}."
+        )
+    return result[0], result[1]
+
+
+def losses_and_weights(result: Any) -> Tuple[Any, Any]:
+    """The losses that `loss_fn` returned, and their weights or None."""
+    pair = result if isinstance(result, (tuple, list)) else (result, None)
+    if len(pair) != 2 or pair[0] is None:
+        raise ValueError(
+            "loss_fn must return losses with the examples first, (losses, weights), a scalar, or "
+            f"(scalar, weight). Received: {result!r}. If it also returns other values, pass "
+            "has_aux=True."
+        )
+    losses, weights = (v if v is None or tf.is_tensor(v) else tf.convert_to_tensor(v) for v in pair)
+    if not losses.dtype.is_floating:
+        raise ValueError(
+            "loss_fn must return losses of a floating-point dtype. "
+            f"Received: losses of dtype {losses.dtype.name}."
+        )
+    if weights is not None and 0 in (len(losses.shape), len(weights.shape)):
+        weights_like_losses(weights, losses)
+    return losses, weights
+
+
+def variable(value: Any) -> None:
+    """Raises unless `value` is a variable."""
+    is_keras_variable = hasattr(value, "assign") and hasattr(value, "value")
+    if not isinstance(value, tf.Variable) and not is_keras_variable:
+        raise ValueError(
+            "variables must be a nest of variables, model.trainable_variables for instance. "
+            f"Received: {value!r} (of type {type(value).__name__})."
+        )
 
 
 def scalar_weight(weight: Any) -> None:
@@ -213,9 +284,9 @@ def empty_batch(shapes: Any) -> str:
 def inexact(
     normalizing: List[str],
     decaying: List[str],
-    writing: List[str],
-    scalars: List[str],
-    overridden: bool,
+    writing: Sequence[str] = (),
+    scalars: Sequence[str] = (),
+    overridden: bool = False,
 ) -> List[str]:
     """What to say of the parts of a model that cannot equal the whole batch."""
     messages = []

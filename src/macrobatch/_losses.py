@@ -16,7 +16,7 @@ from typing import Any, List, NamedTuple, Optional
 import keras
 import tensorflow as tf
 
-from macrobatch import _checks
+from macrobatch import _checks, _split
 
 # The reductions that divide by the number of elements, or of unmasked ones.
 COUNTING = ("sum_over_batch_size", "mean")
@@ -115,7 +115,9 @@ class Terms:
         is_scalar = len(values.shape) == 0
         if is_mean and not is_scalar:
             is_scalar = values.shape[0] == 1 and self.part.examples != 1
-            _checks.values_per_example(values.shape[0], self.part.examples, is_scalar)
+            if not is_scalar and values.shape[0] is not None:
+                message = _checks.VALUES_PER_EXAMPLE
+                _checks.values_per_example(values.shape[0], self.part.examples, message)
         if is_scalar:
             self.scalars.append(entry.name)
             if sample_weight is None and (is_mean or not masks):
@@ -139,11 +141,8 @@ class Terms:
         counting = self._whole is None
         if counting or len(values.shape) == 0 or values.shape[0] is not None:
             return value
-        check = tf.debugging.assert_equal(
-            tf.shape(values)[0], self.part.examples, _checks.VALUES_PER_EXAMPLE
-        )
-        with tf.control_dependencies([] if check is None else [check]):
-            return tf.identity(value)
+        message = _checks.VALUES_PER_EXAMPLE
+        return _split.asserted(value, tf.shape(values)[0], self.part.examples, message)
 
 
 class _Tracked:

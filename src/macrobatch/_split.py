@@ -120,6 +120,34 @@ def first_micro_batch(batch: Any, runs: List[Run]) -> Any:
     return micro_batch(batch, runs[0], index)
 
 
+def of_examples(values: Any, examples: Any, message: str) -> Any:
+    """The values, once it is known that their first dimension is the examples."""
+    known = values.shape[0]
+    if known is not None:
+        _checks.values_per_example(known, examples, message)
+        return values
+    return asserted(values, _first_dimension(values), examples, message)
+
+
+def of_shape_of(values: Any, weights: Any) -> Any:
+    """The weights, once it is known that they have the shape of the values."""
+    if isinstance(values, tf.RaggedTensor):  # whose product with other shapes TensorFlow refuses
+        return weights
+    _checks.weights_like_losses(weights, values)
+    if weights.shape.is_fully_defined() and values.shape.is_fully_defined():
+        return weights
+    message = _checks.WEIGHTS_LIKE_LOSSES
+    return asserted(weights, tf.shape(weights), tf.shape(values), message)
+
+
+def asserted(values: Any, actual: Any, expected: Any, message: str) -> Any:
+    """The values, once it is known that something else is as expected."""
+    check = tf.debugging.assert_equal(actual, expected, message)
+    # In eager mode a check has been made by now, and is None.
+    with tf.control_dependencies([] if check is None else [check]):
+        return tf.identity(values)
+
+
 class Pieces(NamedTuple):
     """A tensor as dense parts: those of several micro-batches, joined, make the joined tensor."""
 

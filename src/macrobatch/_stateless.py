@@ -3,12 +3,12 @@ statistics, metrics) becomes state that goes from micro-batch to micro-batch, an
 variables once, when the batch is through. So whatever fails before has changed nothing.
 """
 
-from typing import Any, Dict, Iterable, List, NamedTuple
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Tuple
 
 import keras
 import tensorflow as tf
 
-from macrobatch import _batch_norm
+from macrobatch import _batch_norm, _checks
 
 
 class Scope(keras.StatelessScope):
@@ -32,6 +32,12 @@ class Scope(keras.StatelessScope):
         # Variables that are made in a stateless scope have no value before its end.
         with tf.variable_creator_scope(creator):
             super().__exit__(*error)
+
+    def get_current_value(self, variable: Any) -> Any:
+        value = super().get_current_value(variable)
+        # Keras asks the scope for the weights that it regularises, and takes no answer for None.
+        # `_value` is private: within a scope, `value` asks the scope.
+        return variable._value if value is None else value
 
     def values_of(self, variables: List[Any]) -> List[Any]:
         """The values that these variables have now, with the shapes of the variables."""
@@ -112,6 +118,51 @@ class Written:
             variable.assign(value)
         for (layer, masked), moments in zip(self.pooled.items(), state.moments):
             _batch_norm.update(layer, moments, masked)
+
+
+class Function:
+    """A function of a micro-batch, whose writes to Keras variables are state.
+
+    Attributes:
+        written: what it writes.
+    """
+
+    def __init__(self, function: Callable[[Any], Any], trained: Iterable[Any]):
+        self.written = Written()
+        self._trained = list(trained)
+        self._function = function
+        if not tf.executing_eagerly():
+            # As tf.function does for what it traces: `if` and `for` on tensors become operations,
+            # unless the user has switched that off. The name is TensorFlow's own for Keras.
+            autograph = tf.__internal__.autograph
+            self._function = autograph.tf_convert(function, autograph.control_status_ctx())
+
+    def dry_run(self, micro_batch: Any) -> None:
+        """Finds out what the function writes, by tracing it into a graph that is thrown away.
+
+        The loop in a graph must know it beforehand. It also makes what variables are missing.
+        """
+        with Scope() as scope, _batch_norm.recorded() as calls_of:
+            tf.function(self._function, autograph=False).get_concrete_function(micro_batch)
+        self._learn(scope, calls_of)
+
+    def __call__(self, micro_batch: Any, state: State) -> Tuple[Any, State]:
+        """What the function returns, and the state after it."""
+        with self.written.scope(state) as scope, _batch_norm.recorded() as calls_of:
+            result = self._function(micro_batch)
+        if scope.made_variables:  # They had no value in there.
+            return self(micro_batch, state)
+        if tf.executing_eagerly():
+            self._learn(scope, calls_of)
+        return result, self.written.after(state, scope, calls_of)
+
+    def _learn(self, scope: Scope, calls_of: _batch_norm.Calls) -> None:
+        _checks.writes_no_trained_variable(scope.written.values(), self._trained)
+        self.written.learn(scope, calls_of)
+        normalizing = [layer.name for layer in self.written.normalizing]
+        decaying = [layer.name for layer in self.written.decaying]
+        for message in _checks.inexact(normalizing, decaying):
+            _checks.warn_once(self.written.normalizing[0], message)
 
 
 def read(variables: Iterable[Any]) -> List[Any]:

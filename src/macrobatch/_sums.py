@@ -34,6 +34,19 @@ def widened(gradient: Any) -> Any:
     return None if gradient is None else cast(gradient, wide(gradient.dtype))
 
 
+def scaled(gradient: Any, factor: Any) -> Any:
+    """The gradient times a factor. Times 0 it is 0, even where the gradient is not finite.
+
+    A mean over no tokens at all is 0 / 0, and so is its gradient; with weight 0 it must not count.
+    """
+    if isinstance(gradient, tf.IndexedSlices):
+        values = scaled(gradient.values, factor)
+        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+    if gradient is None:
+        return None
+    return tf.math.multiply_no_nan(gradient, tf.cast(factor, gradient.dtype))
+
+
 def add(left: Any, right: Any) -> Any:
     """The sum of two gradients. It is sparse only if both are."""
     if left is None or right is None:

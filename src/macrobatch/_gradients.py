@@ -1,0 +1,161 @@
+"""value_and_gradients: the loss and the gradients of a whole batch, for loops of your own."""
+
+from typing import Any, Callable, NamedTuple, Tuple
+
+import keras
+import tensorflow as tf
+
+from macrobatch import _checks, _loop, _split, _stateless, _sums
+
+
+def value_and_gradients(
+    loss_fn: Callable[[Any], Any],
+    variables: Any,
+    batch: Any,
+    *,
+    micro_batch_size: int,
+    has_aux: bool = False,
+) -> Tuple[Any, Any]:
+    """The loss of a whole batch and its gradients, in the memory of a micro-batch.
+
+    What it computes, for losses with a value for each example, is
+
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(loss_fn(batch))
+        return loss, tape.gradient(loss, variables)
+
+    but `loss_fn` never sees more than `micro_batch_size` examples. It runs eagerly, in a
+    `tf.function` and in one with `jit_compile=True`. Seeds and BatchNormalization's moving
+    statistics of Keras 3 layers are written once, at the end, as in `accumulate`; if anything fails
+    before, they have not changed. Other variables that `loss_fn` writes, it writes for each
+    micro-batch.
+
+    Args:
+        loss_fn: a function of a micro-batch, which has the structure of `batch`. It returns
+            `losses`, with the examples first: their mean is the loss;
+            or `(losses, weights)` of one shape: sum(losses * weights) / sum(weights) is the loss;
+            or a scalar, which is a mean over the examples of the micro-batch;
+            or `(scalar, weight)`, where the scalar is a mean over that weight (tokens, say).
+        variables: a nest of variables.
+        batch: a nest of tensors with the examples first. Ragged and sparse tensors may be in it.
+        micro_batch_size: how many examples are in memory at one time. The batch need not be a
+            multiple of it.
+        has_aux: whether `loss_fn` returns `(one of the above, aux)`. `aux`, any nest, comes back
+            for the whole batch: tensors concatenated along their first dimension, scalars stacked.
+
+    Returns:
+        `(loss, gradients)`, or `((loss, aux), gradients)`. The gradients have the structure of
+        `variables`; those of variables that the loss does not depend on are None, and those of
+        embeddings are `tf.IndexedSlices` with each row once.
+
+    Raises:
+        ValueError: if what `loss_fn` returned does not fit the micro-batch, or if the parts of the
+            batch have different numbers of examples.
+
+    Example:
+
+    >>> import keras, macrobatch, tensorflow as tf
+    >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    >>> optimizer = keras.optimizers.Adam()
+    >>> mse = keras.losses.MeanSquaredError(reduction=None)
+    >>> def loss_fn(micro_batch):
+    ...     x, y = micro_batch
+    ...     return mse(y, model(x, training=True))
+    >>> @tf.function
+    ... def train_step(batch):
+    ...     loss, gradients = macrobatch.value_and_gradients(
+    ...         loss_fn, model.trainable_variables, batch, micro_batch_size=8
+    ...     )
+    ...     optimizer.apply(gradients, model.trainable_variables)
+    ...     return loss
+    >>> loss = train_step((tf.ones([100, 3]), tf.ones([100, 1])))
+    """
+    micro_batch_size = _checks.micro_batch_size(micro_batch_size)
+    trained = [_tf_variable(variable) for variable in tf.nest.flatten(variables)]
+    batch = _split.to_tensors(batch)
+    examples = _split.examples_in(batch)
+    function = _stateless.Function(_checks.loss_fn(loss_fn), tf.nest.flatten(variables))
+    if not tf.executing_eagerly():
+        function.dry_run(_split.first_micro_batch(batch, _split.runs(examples, micro_batch_size)))
+
+    def step(micro_batch: Any, state: _State) -> _loop.Part:
+        with tf.GradientTape() as tape:
+            result, written = function(micro_batch, state.written)
+            result, aux = _checks.with_aux(result) if has_aux else (result, ())
+            mean = _mean(result, _split.size_of(micro_batch))
+            scale = tf.where(state.scale > 0, state.scale, mean.scale(examples))
+            numerator = mean.numerator / tf.cast(scale, mean.numerator.dtype)
+        gradients = _loop.gradients_of(tape, numerator, trained)
+        if mean.may_be_empty:
+            there = tf.not_equal(mean.denominator, 0)
+            gradients = [_sums.scaled(_sums.widened(g), there) for g in gradients]
+        denominator = mean.denominator / tf.cast(scale, mean.denominator.dtype)
+        return _loop.Part([numerator, denominator, *gradients], _State(scale, written), aux=aux)
+
+    start = _State(tf.zeros([]), function.written.start())
+    sums, state, _, aux = _loop.sum_over_micro_batches(
+        step, batch, examples, micro_batch_size, start
+    )
+    numerator, denominator, *sums = sums
+    factor = tf.math.divide_no_nan(tf.ones_like(denominator), denominator)
+    loss = numerator * factor
+    gradients = [
+        _sums.cast(_sums.scaled(total, factor), variable.dtype)
+        for total, variable in zip(sums, trained)
+    ]
+    with _loop.after((loss, gradients, aux)):
+        function.written.write(state.written)
+    gradients = tf.nest.pack_sequence_as(variables, gradients)
+    return ((loss, aux) if has_aux else loss), gradients
+
+
+class _State(NamedTuple):
+    # About the denominator of the whole batch, as the first micro-batch lets expect it. Losses are
+    # divided by it before the backward pass, so that float16 gradients are of the size that they
+    # have in the whole batch; what it is off by is mended at the end.
+    scale: Any
+    written: _stateless.State
+
+
+class _Mean(NamedTuple):
+    """The loss of a micro-batch, numerator / denominator."""
+
+    numerator: Any
+    denominator: Any
+    elements_per_example: Any
+    may_be_empty: bool  # Then its value, and gradients, may be 0 / 0.
+
+    def scale(self, examples: Any) -> Any:
+        """The denominator of the whole batch, if the rest is like this micro-batch."""
+        examples = tf.cast(examples, tf.float32)
+        scale = examples * tf.cast(self.elements_per_example, tf.float32)
+        return tf.where(scale > 0, scale, examples)
+
+
+def _mean(result: Any, examples: Any) -> _Mean:
+    """What `loss_fn` returned, as a mean."""
+    losses, weights = _checks.losses_and_weights(result)
+    losses = _widened(losses)
+    count = tf.cast(examples, losses.dtype)
+    if len(losses.shape) == 0:
+        if weights is None:
+            return _Mean(losses * count, count, 1.0, may_be_empty=False)
+        weight = tf.cast(weights, losses.dtype)
+        numerator = tf.math.multiply_no_nan(losses, weight)
+        return _Mean(numerator, weight, weight / count, may_be_empty=True)
+    losses = _split.of_examples(losses, examples, _checks.LOSSES_PER_EXAMPLE)
+    elements = tf.cast(tf.size(losses), losses.dtype)
+    if weights is None:
+        return _Mean(tf.reduce_sum(losses), elements, elements / count, may_be_empty=False)
+    weights = tf.cast(_split.of_shape_of(losses, weights), losses.dtype)
+    numerator, denominator = tf.reduce_sum(losses * weights), tf.reduce_sum(weights)
+    return _Mean(numerator, denominator, elements / count, may_be_empty=False)
+
+
+def _widened(losses: Any) -> Any:
+    return tf.cast(losses, _sums.wide(losses.dtype))
+
+
+def _tf_variable(variable: Any) -> Any:
+    _checks.variable(variable)
+    return variable.value if isinstance(variable, keras.Variable) else variable
