@@ -10,6 +10,10 @@ import keras
 import pytest
 import tensorflow as tf
 
+# Two devices, for the tests of replicas.
+tf.config.set_logical_device_configuration(
+    tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
+)
 # Models here are tiny, and tests run side by side.
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(1)

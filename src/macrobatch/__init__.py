@@ -4,16 +4,31 @@ The data flow, and the order in which the package reads:
 
     batch -> micro-batches            _split
     -> loss terms                     _losses
-    -> model, loss and statistics     _model, _batch_norm
-    -> gradients                      _gradients
-    -> weighted sum                   _sums
-    -> one update                     _keras
+    -> Keras variables as values      _stateless, _batch_norm
+    -> model and loss as a function   _model
+    -> gradients, weighted sum        _loop, _sums
+    -> one update                     accumulate: _keras; your own: _gradients, _accumulator
 """
 
+from macrobatch import _checks
+from macrobatch._accumulator import GradientAccumulator
 from macrobatch._checks import ExactnessWarning
-from macrobatch._gradients import value_and_gradients
-from macrobatch._keras import accumulate, release
+
+if _checks.has_keras_3():
+    from macrobatch._gradients import value_and_gradients
+    from macrobatch._keras import accumulate, release
+else:
+
+    def __getattr__(name: str) -> None:
+        _checks.known_here(name, __all__)
+
 
 __version__ = "0.1.0"
 
-__all__ = ["ExactnessWarning", "accumulate", "release", "value_and_gradients"]
+__all__ = [
+    "ExactnessWarning",
+    "GradientAccumulator",
+    "accumulate",
+    "release",
+    "value_and_gradients",
+]

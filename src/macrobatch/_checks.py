@@ -20,6 +20,24 @@ class ExactnessWarning(UserWarning):
     """
 
 
+def has_keras_3() -> bool:
+    """Whether this TensorFlow is one that Keras 3 runs on."""
+    major, minor = tf.__version__.split(".")[:2]
+    return (int(major), int(minor)) >= (2, 16)
+
+
+def known_here(name: str, names: Sequence[str]) -> None:
+    """Raises for a name of the package that this TensorFlow is too old for, or that is unknown."""
+    if name in names:
+        raise ImportError(
+            f"macrobatch.{name} needs TensorFlow 2.16 or newer, with Keras 3.12 or newer. "
+            f"Received: TensorFlow {tf.__version__}, on which macrobatch offers "
+            "GradientAccumulator. Update with: pip install 'macrobatch[cpu]' on Python 3.10 or "
+            "newer."
+        )
+    raise AttributeError(f"module 'macrobatch' has no attribute {name!r}")
+
+
 def micro_batch_size(value: Any) -> int:
     """Returns `value` as an int, if it is a positive whole number."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
@@ -229,13 +247,169 @@ def losses_and_weights(result: Any) -> Tuple[Any, Any]:
     return losses, weights
 
 
-def variable(value: Any) -> None:
-    """Raises unless `value` is a variable."""
-    is_keras_variable = hasattr(value, "assign") and hasattr(value, "value")
-    if not isinstance(value, tf.Variable) and not is_keras_variable:
+def variable(value: Any) -> Any:
+    """Returns `value`, if it is a variable."""
+    if not hasattr(value, "assign") or not hasattr(value, "value"):
         raise ValueError(
             "variables must be a nest of variables, model.trainable_variables for instance. "
             f"Received: {value!r} (of type {type(value).__name__})."
+        )
+    return value
+
+
+def one_of(name: str, value: Any, options: Sequence[str]) -> Any:
+    """Returns `value`, if it is one of the options."""
+    if value not in options:
+        raise ValueError(f"{name} must be one of {list(options)}. Received: {name}={value!r}.")
+    return value
+
+
+def steps(value: Any) -> Optional[int]:
+    """Returns `value` as an int, if it is a positive whole number or None."""
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise ValueError(
+            "steps must be a positive integer, the number of micro-batches in a window, or None. "
+            f"Received: steps={value!r}."
+        )
+    return int(value)
+
+
+def has_steps(value: Optional[int]) -> int:
+    """Returns `value`, if there is one."""
+    if value is None:
+        raise ValueError(
+            "step() applies when the window is full, and needs to know its length. Received: "
+            "steps=None. Pass GradientAccumulator(..., steps=4), or call add() and apply()."
+        )
+    return value
+
+
+def applies_gradients(value: Any, nonfinite: str) -> None:
+    """Raises unless `value` is an optimizer that a GradientAccumulator can call."""
+    if not callable(getattr(value, "apply_gradients", None)):
+        raise ValueError(
+            "optimizer must have a method apply_gradients, as those of Keras, tf_keras and "
+            f"tf.compat.v1.train have. Received: {value!r} (of type {type(value).__name__})."
+        )
+    optimizer(value)
+    scales = any(each.__name__ == "LossScaleOptimizer" for each in type(value).__mro__)
+    if nonfinite == "skip" and scales and getattr(value, "dynamic", True):
+        raise ValueError(
+            'nonfinite="skip" would hide from the optimizer the overflows that its dynamic loss '
+            f'scale reacts to. Received: nonfinite="skip" with {type(value).__name__}. '
+            'Use nonfinite="propagate": the optimizer then skips the window and lowers the scale.'
+        )
+
+
+def gradients(value: Any, variables: Sequence[Any]) -> List[Any]:
+    """Returns gradients as a list, if they fit the variables."""
+    flat = tf.nest.flatten(value)
+    if len(flat) != len(variables):
+        raise ValueError(
+            f"There must be one gradient for each of the {len(variables)} variables, None where "
+            f"there is none. Received: {len(flat)} gradients."
+        )
+    for gradient, variable in zip(flat, variables):
+        if gradient is None:
+            continue
+        shape = tf.TensorShape(variable.shape)
+        if isinstance(gradient, tf.IndexedSlices):  # which need not know the size of the table
+            given = shape[:1].concatenate(gradient.values.shape[1:])
+        else:
+            given = gradient.shape
+        if not shape.is_compatible_with(given):
+            name = getattr(variable, "path", variable.name)
+            raise ValueError(
+                f"Each gradient must have the shape of its variable. Received: a gradient of shape "
+                f"{tuple(given.as_list())} for {name!r} of shape {tuple(shape.as_list())}. Give "
+                "the gradients in the order of the variables."
+            )
+    return flat
+
+
+WEIGHT = "The weight of a micro-batch must be a finite number, 0 or more."
+
+
+def weight(value: Any, reduction: str) -> None:
+    """Raises if a micro-batch's weight is missing, not wanted, no scalar, or known to be wrong."""
+    if reduction == "sum":
+        if value is not None:
+            raise ValueError(
+                f'reduction="sum" adds gradients as they are. Received: weight={value!r}. Leave '
+                'it out, or use reduction="mean".'
+            )
+        return
+    if value is None:
+        raise ValueError(
+            "weight= is required: how much this micro-batch counts in the mean. Received: none. "
+            "Pass what its loss is a mean over, such as the number of its examples or tokens: "
+            "weight=len(x)."
+        )
+    if len(getattr(value, "shape", ())) != 0:
+        raise ValueError(
+            "The weight of a micro-batch must be a scalar. "
+            f"Received: a value of shape {tuple(value.shape)}. Sum it."
+        )
+    known = value if tf.executing_eagerly() or not tf.is_tensor(value) else 0
+    if not 0 <= float(known) < float("inf"):
+        raise ValueError(f"{WEIGHT} Received: weight={float(known)}.")
+
+
+EMPTY_WINDOW = (
+    "There is nothing to apply: no micro-batch was added since the last update. Received: "
+    "pending=0. Call add() first, or flush(), which applies only if there is something."
+)
+
+NOT_FINITE = (
+    'A gradient is not finite, and nonfinite="raise". The micro-batch was not added. Find its '
+    'cause with tf.debugging.enable_check_numerics(), or leave such micro-batches out with "skip".'
+)
+
+
+def one_strategy(strategies: Sequence[Any]) -> None:
+    """Raises if variables were made in the scopes of different strategies."""
+    if any(each is not strategies[0] for each in strategies):
+        raise ValueError(
+            "All variables must be made in the scope of the same strategy. Received: variables of "
+            f"{sorted({type(each).__name__ for each in strategies})}. "
+            "Make the model and the optimizer inside `with strategy.scope():`."
+        )
+
+
+def place_to_add(strategy: Any, in_replica: bool, replicas: int) -> None:
+    """Raises if gradients of replicas cannot be added here."""
+    if strategy is not None and not in_replica:
+        raise ValueError(
+            "Each replica adds its own gradients. Received: a call outside of strategy.run, for "
+            f"variables of {type(strategy).__name__}. Call add() inside the function that "
+            "strategy.run runs, and apply() or flush() outside of it."
+        )
+    if strategy is None and in_replica and replicas > 1:
+        raise ValueError(
+            "The variables must be made in the strategy's scope. Received: variables made outside "
+            "of it. Make the model and the optimizer inside `with strategy.scope():`."
+        )
+
+
+def place_to_apply(replicas: int, in_replica: bool, method: str) -> None:
+    """Raises if an update of several replicas cannot be made here."""
+    if replicas > 1 and (in_replica or method == "step"):
+        raise ValueError(
+            f"With several replicas, call add() inside strategy.run, and apply() or flush() "
+            f"outside of it. Received: {method}() with {replicas} replicas."
+        )
+
+
+def applies_in_xla(complete: bool) -> None:
+    """Raises for an update inside a compiled function that may lack gradients."""
+    if not complete:
+        raise ValueError(
+            "Inside a function with jit_compile=True, only step() can apply, and only if every "
+            "variable has a gradient in every micro-batch: what is there must be known when it "
+            "is compiled. Call add() inside the function and apply() outside of it, or leave "
+            "variables without gradients out."
         )
 
 

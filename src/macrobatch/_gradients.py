@@ -2,10 +2,9 @@
 
 from typing import Any, Callable, NamedTuple, Tuple
 
-import keras
 import tensorflow as tf
 
-from macrobatch import _checks, _loop, _split, _stateless, _sums
+from macrobatch import _checks, _loop, _replicas, _split, _stateless, _sums
 
 
 def value_and_gradients(
@@ -71,7 +70,8 @@ def value_and_gradients(
     >>> loss = train_step((tf.ones([100, 3]), tf.ones([100, 1])))
     """
     micro_batch_size = _checks.micro_batch_size(micro_batch_size)
-    trained = [_tf_variable(variable) for variable in tf.nest.flatten(variables)]
+    trained = [_checks.variable(variable) for variable in tf.nest.flatten(variables)]
+    trained = [_replicas.tf_variable(variable) for variable in trained]
     batch = _split.to_tensors(batch)
     examples = _split.examples_in(batch)
     function = _stateless.Function(_checks.loss_fn(loss_fn), tf.nest.flatten(variables))
@@ -154,8 +154,3 @@ def _mean(result: Any, examples: Any) -> _Mean:
 
 def _widened(losses: Any) -> Any:
     return tf.cast(losses, _sums.wide(losses.dtype))
-
-
-def _tf_variable(variable: Any) -> Any:
-    _checks.variable(variable)
-    return variable.value if isinstance(variable, keras.Variable) else variable

@@ -4,7 +4,7 @@ A gradient is a tensor, an `IndexedSlices` (some rows of a table) or None (no de
 float32 or wider, whatever the gradients are, and the optimizer sees each row of a table once.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Sequence
 
 import tensorflow as tf
 
@@ -21,11 +21,12 @@ def wide(dtype: Any) -> Any:
     return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 
-def cast(gradient: Any, dtype: Any) -> Any:
-    """The gradient in another dtype."""
+def cast(gradient: Any, dtype: Any, index_dtype: Any = None) -> Any:
+    """The gradient in another dtype, and its indices too."""
     if isinstance(gradient, tf.IndexedSlices):
         values = tf.cast(gradient.values, dtype)
-        return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
+        indices = tf.cast(gradient.indices, index_dtype or gradient.indices.dtype)
+        return tf.IndexedSlices(values, indices, gradient.dense_shape)
     return None if gradient is None else tf.cast(gradient, dtype)
 
 
@@ -64,8 +65,8 @@ def dense(gradient: Any) -> Any:
     """The gradient as a tensor."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
-    rows = gradient.shape[0] if gradient.shape.rank else None
-    rows = gradient.dense_shape[0] if rows is None else rows
+    known = tf.get_static_value(gradient.dense_shape)
+    rows = gradient.dense_shape[0] if known is None else known[0]
     return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, rows)
 
 
@@ -77,8 +78,17 @@ def merge_rows(gradient: Any) -> Any:
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
     indices, positions = tf.unique(gradient.indices)
-    values = tf.math.unsorted_segment_sum(gradient.values, positions, tf.shape(indices)[0])
+    # Not the size of `indices`, which TensorFlow 1.14 takes for 0 when it optimizes some graphs.
+    count = tf.reduce_max(tf.concat([[-1], positions], 0)) + 1
+    values = tf.math.unsorted_segment_sum(gradient.values, positions, count)
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
+
+
+def are_finite(gradients: Sequence[Any]) -> Any:
+    """Whether every number in these gradients is finite, as a scalar tensor."""
+    each = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
+    finite = [tf.reduce_all(tf.math.is_finite(values)) for values in each]
+    return tf.reduce_all(tf.stack([tf.constant(True), *finite]))
 
 
 def start(gradient: Any, count: Any) -> Any:

@@ -1,0 +1,158 @@
+"""tf.distribute: variables of which each replica holds a part, and how to get from one context to
+the other. Without a strategy all of it is plain. Runs on TensorFlow 1.14 too.
+"""
+
+import functools
+import inspect
+import threading
+from concurrent import futures
+from typing import Any, Callable, Iterable, List, Optional, Sequence
+
+import tensorflow as tf
+
+from macrobatch import _checks, _sums
+
+
+def tf_variable(variable: Any) -> Any:
+    """The TensorFlow variable that a variable is, or that stands behind it (Keras 3)."""
+    value = getattr(variable, "value", None)
+    return variable if value is None or callable(value) else value
+
+
+def strategy_of(variables: Iterable[Any]) -> Any:
+    """The strategy in whose scope the variables were made, or None."""
+    strategies = [getattr(tf_variable(v), "distribute_strategy", None) for v in variables]
+    _checks.one_strategy(strategies)
+    return strategies[0] if strategies else None
+
+
+def in_replica() -> bool:
+    """Whether this is called by `strategy.run`."""
+    context = tf.distribute.get_replica_context()
+    return context is not None and tf.distribute.has_strategy()
+
+
+def count() -> int:
+    """The number of replicas of the strategy that is current here."""
+    return tf.distribute.get_strategy().num_replicas_in_sync
+
+
+def run(strategy: Any, function: Callable[[], Any]) -> Any:
+    """Calls a function on each replica."""
+    if strategy is None or in_replica():
+        return function()
+    if hasattr(strategy, "run"):
+        return strategy.run(function)
+    return strategy.experimental_run_v2(function)  # TensorFlow 1.14
+
+
+def once(function: Callable[[], Any]) -> None:
+    """Calls a function once, even where each replica is about to."""
+    if in_replica():
+        tf.distribute.get_replica_context().merge_call(lambda _: function())
+    else:
+        function()
+
+
+def variable(
+    strategy: Any, shape: Sequence[Optional[int]], dtype: Any, name: str, summed: bool = True
+) -> Any:
+    """A variable of zeros, empty where the shape is unknown; each replica holds a part of it.
+
+    Read outside of replicas it is the sum of the parts, if it is `summed`, and otherwise that of
+    the first. That is also what a checkpoint saves, so that it restores on any number of replicas.
+    """
+    aggregation = tf.VariableAggregation.SUM
+    if not summed:
+        aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
+    options = {"trainable": False, "name": name, "shape": tf.TensorShape(shape)}
+
+    def make() -> Any:
+        zeros = tf.zeros([size or 0 for size in shape], dtype)
+        if strategy is None:
+            return tf.Variable(zeros, **options)
+        with strategy.scope():
+            return tf.Variable(
+                zeros,
+                synchronization=tf.VariableSynchronization.ON_READ,
+                aggregation=aggregation,
+                **options,
+            )
+
+    return _outside_of_functions(make)
+
+
+def _outside_of_functions(function: Callable[[], Any]) -> Any:
+    """Calls a function in eager mode, whatever is being traced."""
+    if tf.executing_eagerly():
+        return function()
+    # tf.init_scope is not enough: a tf.function that is being traced would take a variable made in
+    # it for its own, trace once more, and refuse to make another one later. A thread has a context
+    # of its own.
+    with futures.ThreadPoolExecutor(1) as thread:
+        return thread.submit(function).result()
+
+
+def read(variable: Any) -> Any:
+    """The value of a variable: in a replica, its part."""
+    return local(variable) if in_replica() else variable.read_value()
+
+
+def local(variable: Any) -> Any:
+    """The part that this replica holds."""
+    if hasattr(variable, "get") and tf.distribute.has_strategy():  # TensorFlow 1.14
+        variable = variable.get()
+    return variable.read_value()
+
+
+def parts(strategy: Any, variable: Any) -> Sequence[Any]:
+    """The parts of a variable that are on this machine, each a variable."""
+    return [variable] if strategy is None else strategy.experimental_local_results(variable)
+
+
+def apply_gradients(optimizer: Any, gradients: List[Any], variables: List[Any]) -> None:
+    """Calls an optimizer with gradients; in a replica, with their sums over all replicas.
+
+    Left to itself an optimizer would clip the part of each replica, and Keras 3 take a row that
+    several replicas bring for different rows. So they are summed before it sees them.
+    """
+    arguments = _no_reduction_of_its_own(optimizer) if in_replica() and count() > 1 else None
+    if arguments is not None:
+        there = [gradient for gradient in gradients if gradient is not None]
+        context = tf.distribute.get_replica_context()
+        sums = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, there))
+        gradients = [g if g is None else _sums.merge_rows(next(sums)) for g in gradients]
+    _reduced.inside = arguments is not None
+    try:
+        optimizer.apply_gradients(list(zip(gradients, variables)), **(arguments or {}))
+    finally:
+        _reduced.inside = False
+
+
+# Whether this thread, which may be a replica, is in a call with gradients that are summed.
+_reduced = threading.local()
+
+
+def _no_reduction_of_its_own(optimizer: Any) -> Any:
+    """The arguments with which an optimizer takes gradients as they are; None if it does not."""
+    if not hasattr(optimizer, "_all_reduce_sum_gradients"):
+        names = inspect.signature(optimizer.apply_gradients).parameters
+        for name, value in _NO_REDUCTION.items():
+            if name in names:
+                return {name: value}
+        return None  # tf.compat.v1.train, which takes the sum itself, also of rows
+    # Keras 3 has no public way. The class stays as it is for all other calls.
+    owner: Any = next(c for c in type(optimizer).__mro__ if "_all_reduce_sum_gradients" in vars(c))
+    reduce = vars(owner)["_all_reduce_sum_gradients"]
+    if not hasattr(reduce, "__wrapped__"):
+
+        @functools.wraps(reduce)
+        def reduce_once(self: Any, pairs: Any) -> Any:
+            return list(pairs) if getattr(_reduced, "inside", False) else reduce(self, pairs)
+
+        owner._all_reduce_sum_gradients = reduce_once
+    return {}
+
+
+# In tf_keras: its optimizers, and the legacy ones.
+_NO_REDUCTION = {"skip_gradients_aggregation": True, "experimental_aggregate_gradients": False}
