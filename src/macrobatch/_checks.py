@@ -294,7 +294,7 @@ def applies_gradients(value: Any, nonfinite: str) -> None:
             f"tf.compat.v1.train have. Received: {value!r} (of type {type(value).__name__})."
         )
     optimizer(value)
-    scales = any(each.__name__ == "LossScaleOptimizer" for each in type(value).__mro__)
+    scales = any("LossScaleOptimizer" in each.__name__ for each in type(value).__mro__)
     if nonfinite == "skip" and scales and getattr(value, "dynamic", True):
         raise ValueError(
             'nonfinite="skip" would hide from the optimizer the overflows that its dynamic loss '

@@ -1,0 +1,529 @@
+"""GradientAccumulator with Keras 3, tf_keras, compiled functions, checkpoints and replicas.
+
+What needs no more than TensorFlow 1.14 is in test_accumulator_everywhere.py.
+"""
+
+import functools
+import os
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_accumulator_everywhere import mirrored
+
+from macrobatch import GradientAccumulator
+
+try:
+    import tf_keras
+except ImportError:
+    tf_keras = None
+else:
+    tf_keras.backend.set_floatx("float64")
+
+
+def schedule(module):
+    return module.optimizers.schedules.PiecewiseConstantDecay([1, 2], [0.1, 0.05, 0.01])
+
+
+def keras_optimizers(module, legacy=False):
+    where = module.optimizers.legacy if legacy else module.optimizers
+    return {
+        "SGD": lambda: where.SGD(0.1, momentum=0.9),
+        "Adam": lambda: where.Adam(schedule(module)),
+        "clipped": lambda: where.Adam(0.1, global_clipnorm=0.3),
+    }
+
+
+OPTIMIZERS = {f"keras {k}": v for k, v in keras_optimizers(keras).items()}
+OPTIMIZERS["keras AdamW with EMA"] = lambda: keras.optimizers.AdamW(
+    0.1, weight_decay=0.1, use_ema=True, ema_momentum=0.5
+)
+if tf_keras:
+    OPTIMIZERS.update({f"tf_keras {k}": v for k, v in keras_optimizers(tf_keras).items()})
+    legacy = keras_optimizers(tf_keras, legacy=True)
+    OPTIMIZERS.update({f"tf_keras legacy {k}": v for k, v in legacy.items()})
+
+
+def model_for(optimizer):
+    module = keras if optimizer.startswith("keras") else tf_keras
+    keras.utils.set_random_seed(3)
+    tf.random.set_seed(3)
+    model = module.Sequential(
+        [
+            module.layers.Embedding(7, 4),
+            module.layers.GlobalAveragePooling1D(),
+            module.layers.Dense(5, "tanh"),
+            module.layers.Dense(1),
+        ]
+    )
+    model(tf.zeros([1, 2], tf.int64))
+    return model
+
+
+def data(examples, seed=0):
+    rng = np.random.default_rng(seed)
+    x = tf.constant(rng.integers(0, 7, [examples, 3]))
+    return x, tf.constant(rng.normal(size=[examples, 1]))
+
+
+def gradients_of(model, x, y):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+    return tape.gradient(loss, model.trainable_variables)
+
+
+def dense(gradients):
+    return [g if g is None else tf.convert_to_tensor(g) for g in gradients]
+
+
+def merged(gradients):
+    rows, positions = tf.unique(gradients[0].indices)
+    values = tf.math.unsorted_segment_sum(gradients[0].values, positions, tf.size(rows))
+    return [tf.IndexedSlices(values, rows, gradients[0].dense_shape), *gradients[1:]]
+
+
+def assert_same(left, right, tolerance=1e-10):
+    for a, b in zip(left, right):
+        np.testing.assert_allclose(np.array(a), np.array(b), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_each_family_of_optimizers(optimizer, mode):
+    if mode == "compiled" and "legacy" in optimizer:
+        pytest.skip("legacy optimizers make variables in their first step, which XLA cannot")
+    plain, accumulated = model_for(optimizer), model_for(optimizer)
+    textbook, ours = (OPTIMIZERS[optimizer]() for _ in range(2))
+    accumulator = GradientAccumulator(ours, accumulated.trainable_variables, steps=3)
+
+    def step(x, y):
+        return accumulator.step(gradients_of(accumulated, x, y), weight=tf.shape(x)[0])
+
+    if mode != "eager":
+        step = tf.function(step, jit_compile=mode == "compiled")
+    for window in range(4):
+        sizes = [2, 4, 1] if window < 3 else [3, 2]
+        x, y = data(sum(sizes), seed=window)
+        # Keras 3 takes rows that come twice for different ones; tf_keras does when it clips.
+        summed = dense if optimizer.startswith("keras") else merged
+        gradients = summed(gradients_of(plain, x, y))
+        textbook.apply_gradients(zip(gradients, plain.trainable_variables))
+        ends = np.cumsum(sizes)
+        for start, end in zip(ends - sizes, ends):
+            step(x[start:end], y[start:end])
+    assert accumulator.flush()
+    assert int(ours.iterations) == 4  # which schedules and Adam's t count
+    assert_same(accumulated.trainable_variables, plain.trainable_variables)
+
+
+@settings(max_examples=25, deadline=None)
+@given(data=st.data())
+def test_any_window(data):
+    """Any number of micro-batches with any weights, each with some of the gradients."""
+    shapes = [(), (3,), (2, 2)]
+    rng = np.random.default_rng(data.draw(st.integers(0, 1000)))
+    variables = [tf.Variable(rng.normal(size=shape)) for shape in shapes]
+    starts = [np.array(v) for v in variables]
+    optimizer = keras.optimizers.SGD(1.0)
+    accumulator = GradientAccumulator(optimizer, variables)
+    graph = data.draw(st.booleans())
+    sums, total, some = [np.zeros(shape) for shape in shapes], 0.0, [False] * 3
+    for _ in range(data.draw(st.integers(1, 5))):
+        weight = data.draw(st.sampled_from([0.0, 0.5, 1.0, 3.0, 17.0]))
+        there = data.draw(st.lists(st.booleans(), min_size=3, max_size=3).filter(any))
+        gradients = [rng.normal(size=shape) if t else None for shape, t in zip(shapes, there)]
+
+        tensors = [g if g is None else tf.constant(g) for g in gradients]
+        add = functools.partial(accumulator.add, tensors, weight=weight)
+        tf.function(add)() if graph else add()
+        total += weight
+        sums = [s if g is None else s + weight * g for s, g in zip(sums, gradients)]
+        some = [a or b for a, b in zip(some, there)]
+    assert accumulator.total_weight == pytest.approx(total)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Gradients do not exist")
+        tf.function(accumulator.apply)() if graph else accumulator.apply()
+    for variable, start, summed in zip(variables, starts, sums):
+        expected = start - (summed / total if total else 0)
+        np.testing.assert_allclose(variable, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("boundary", ["first head", "second head"])
+def test_functions_with_other_gradients_share_a_window(boundary):
+    """A graph fixes which gradients an update has; windows of two tasks differ."""
+    trunk, first, second = (tf.Variable(1.0, dtype=tf.float64) for _ in range(3))
+    accumulator = GradientAccumulator(
+        keras.optimizers.SGD(0.1, momentum=0.9), [trunk, first, second], steps=2
+    )
+    one = tf.constant(1.0, tf.float64)
+
+    @tf.function
+    def first_task():
+        return accumulator.step([one, 2 * one, None], weight=1), trunk.read_value()
+
+    @tf.function
+    def second_task():
+        return accumulator.step([one, None, 4 * one], weight=1), trunk.read_value()
+
+    tasks = [first_task, second_task]
+    if boundary == "first head":
+        tasks.reverse()
+    for task in (*tasks, *tasks, tasks[0], tasks[0]):
+        _, value = task()
+        assert float(value) == float(trunk)  # what reads it later in the graph sees the update
+    # The last window was of one task only: the other head must not move, not even by momentum.
+    expected = keras.optimizers.SGD(0.1, momentum=0.9)
+    values = [tf.Variable(1.0, dtype=tf.float64) for _ in range(3)]
+    last = [one, 2 * one, None] if boundary == "second head" else [one, None, 4 * one]
+    for gradients in ([one, one, 2 * one], [one, one, 2 * one], last):
+        expected.apply_gradients(zip(gradients, values))
+    assert_same([trunk, first, second], values)
+
+
+def test_a_sum_may_be_made_in_a_later_trace():
+    v, w = tf.Variable(1.0), tf.Variable(1.0)
+    accumulator = GradientAccumulator(keras.optimizers.SGD(1.0), [v, w])
+
+    @tf.function
+    def add(both):
+        accumulator.add([tf.constant(2.0), tf.constant(4.0) if both else None], weight=1)
+
+    add(False)
+    add(True)
+    accumulator.apply()
+    assert (float(v), float(w)) == (-1.0, -1.0)
+
+
+def test_a_loop_in_a_graph():
+    v = tf.Variable(0.0)
+    accumulator = GradientAccumulator(keras.optimizers.SGD(1.0), [v], steps=2)
+
+    @tf.function
+    def train(dataset):
+        updates = 0
+        for x in dataset:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((v - x) ** 2) / 2
+            if accumulator.step(tape.gradient(loss, [v]), weight=tf.size(x)):
+                updates += 1
+        accumulator.flush()
+        return updates
+
+    dataset = tf.data.Dataset.range(10).map(lambda x: tf.cast(x, tf.float32)).batch(2)
+    assert int(train(dataset)) == 2
+    assert float(v) == 8.5  # the mean of the last window
+
+
+def test_no_trace_but_the_first():
+    model = model_for("keras SGD")
+    accumulator = GradientAccumulator(
+        keras.optimizers.Adam(0.1), model.trainable_variables, steps=2
+    )
+    traces = []
+
+    @tf.function(
+        input_signature=[tf.TensorSpec([None, 3], tf.int64), tf.TensorSpec([None, 1], tf.float64)]
+    )
+    def step(x, y):
+        traces.append(1)
+        return accumulator.step(gradients_of(model, x, y), weight=tf.shape(x)[0])
+
+    for examples in (1, 2, 3, 4, 5):
+        step(*data(examples))
+    assert len(traces) == 1
+
+
+def test_inside_a_compiled_function_all_gradients_must_be_there():
+    v, w = tf.Variable(1.0), tf.Variable(1.0)
+    accumulator = GradientAccumulator(keras.optimizers.SGD(1.0), [v, w], steps=1)
+    one = tf.constant(1.0)
+    for function in (
+        lambda: accumulator.step([one, None], weight=1),
+        lambda: accumulator.flush(),
+        lambda: accumulator.apply(),
+    ):
+        with pytest.raises(ValueError, match=r"jit_compile=True, only step\(\) can apply"):
+            tf.function(function, jit_compile=True)()
+    tf.function(lambda: accumulator.add([one, None], weight=1), jit_compile=True)()
+    with pytest.warns(UserWarning, match="Gradients do not exist"):
+        accumulator.apply()
+    assert (float(v), float(w)) == (0.0, 1.0)
+
+
+def test_narrow_gradients_are_summed_wide():
+    v = tf.Variable(0.0, dtype=tf.float16)
+    accumulator = GradientAccumulator(keras.optimizers.SGD(1.0), [v])
+    for _ in range(3000):
+        accumulator.add([tf.constant(1.0, tf.float16)], weight=50)  # a float16 stops at 2048
+    assert accumulator.total_weight == 150000.0
+    accumulator.apply()
+    assert float(v) == -1.0
+
+
+def loss_scaled(**arguments):
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(1.0), **arguments)
+
+
+def test_a_loss_scale_skips_the_window_and_is_halved_once():
+    v = tf.Variable(1.0)
+    optimizer = loss_scaled(initial_scale=8.0)
+    accumulator = GradientAccumulator(optimizer, [v], steps=2)
+    for gradient in (8.0, np.inf, 4.0, 12.0):
+        scaled = gradient / 8.0 * optimizer.scale_loss(1.0)
+        accumulator.step([tf.cast(scaled, tf.float32)], weight=1)
+    assert float(optimizer.dynamic_scale) == 4.0
+    assert float(v) == 0.0  # the mean of 4 and 12, unscaled: half of the first scale, twice
+
+
+@pytest.mark.parametrize("make", [loss_scaled, None], ids=["keras", "tf_keras"])
+def test_skipping_hides_overflows_from_a_dynamic_loss_scale(make):
+    v = tf.Variable(1.0)
+    if make is None:
+        if tf_keras is None:
+            pytest.skip("tf_keras is not installed")
+
+        def make(**arguments):
+            optimizer = tf_keras.optimizers.SGD(1.0)
+            return tf_keras.mixed_precision.LossScaleOptimizer(optimizer, **arguments)
+
+        GradientAccumulator(make(dynamic=False, initial_scale=8.0), [v], nonfinite="skip")
+    with pytest.raises(ValueError, match=r'nonfinite="skip" would hide.*LossScaleOptimizer'):
+        GradientAccumulator(make(), [v], nonfinite="skip")
+
+
+def test_an_optimizer_that_accumulates_by_itself():
+    optimizer = keras.optimizers.SGD(0.1, gradient_accumulation_steps=4)
+    with pytest.raises(ValueError, match="accumulates gradients by itself"):
+        GradientAccumulator(optimizer, [tf.Variable(1.0)])
+
+
+def test_variables_may_be_a_nest():
+    variables = {"a": tf.Variable(1.0), "b": [tf.Variable(1.0)]}
+    accumulator = GradientAccumulator(keras.optimizers.SGD(1.0), variables)
+    gradients = {"a": tf.constant(1.0), "b": [tf.constant(2.0)]}
+    accumulator.add(gradients, weight=1)
+    accumulator.apply()
+    assert (float(variables["a"]), float(variables["b"][0])) == (0.0, -1.0)
+
+
+def test_dense_and_sparse_gradients_of_one_variable():
+    table = tf.Variable(tf.zeros([3, 1]))
+    accumulator = GradientAccumulator(keras.optimizers.SGD(1.0), [table])
+    rows = tf.IndexedSlices(tf.constant([[2.0], [4.0]]), tf.constant([1, 1]), tf.constant([3, 1]))
+    accumulator.add([rows], weight=1)
+    accumulator.add([tf.ones([3, 1])], weight=3)
+    accumulator.apply()
+    np.testing.assert_allclose(table, [[-0.75], [-2.25], [-0.75]])
+
+
+# Memory and checkpoints across processes.
+
+
+def run(program, *arguments):
+    """Runs a program in a process of its own and returns what it prints."""
+    environment = {**os.environ, "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(program), *map(str, arguments)],
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result.stdout
+
+
+def test_rows_of_a_large_table_stay_rows():
+    """A window over 1,000,000 x 64, of which a dense copy is 244 MiB, holds what it touches."""
+    added = run(
+        """
+        import numpy as np, tensorflow as tf, macrobatch
+
+        def peak():
+            status = open("/proc/self/status").read()
+            return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+        table = tf.Variable(tf.zeros([1_000_000, 64]))
+        optimizer = tf.compat.v1.train.GradientDescentOptimizer(0.1)
+        accumulator = macrobatch.GradientAccumulator(optimizer, [table])
+
+        @tf.function
+        def add(tokens):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.gather(table, tokens) ** 2)
+            accumulator.add(tape.gradient(loss, [table]), weight=1)
+
+        add(tf.constant([1, 2, 3]))
+        open("/proc/self/clear_refs", "w").write("5")
+        before = peak()
+        for seed in range(8):
+            add(tf.constant(np.random.default_rng(seed).integers(0, 1000, [4096]), tf.int32))
+        accumulator.apply()
+        print(peak() - before)
+        """
+    )
+    assert float(added) < 60
+
+
+CONTINUED = """
+    import sys, keras, numpy as np, tensorflow as tf, macrobatch
+
+    keras.utils.set_random_seed(0)
+    _, command, path = sys.argv
+    model = keras.Sequential([keras.layers.Embedding(9, 4), keras.layers.Flatten(),
+                              keras.layers.Dense(3)])
+    model(tf.zeros([1, 2]))
+    optimizer = keras.optimizers.Adam(0.1)
+    accumulator = macrobatch.GradientAccumulator(optimizer, model.trainable_variables, steps=4)
+    checkpoint = tf.train.Checkpoint(accumulator=accumulator)
+
+    @tf.function
+    def step(x):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(model(x) ** 2)
+        gradients = tape.gradient(loss, model.trainable_variables)
+        return accumulator.step(gradients, weight=tf.shape(x)[0])
+
+    start = 0
+    if command == "continue":
+        # As if this process had gone another way before: it is all overwritten.
+        for v in model.variables:
+            v.assign(v + 1)
+        checkpoint.restore(path).assert_consumed()
+        assert accumulator.pending == 2, accumulator.pending
+        start = 6
+    for index in range(start, 11):
+        if index == 6 and command == "save":
+            print(checkpoint.save(path), file=sys.stderr)
+        step(tf.constant(np.random.default_rng(index).integers(0, 9, [1 + index % 3, 2])))
+    accumulator.flush()
+    print([np.array(v).tobytes().hex() for v in [*model.variables, *optimizer.variables]])
+"""
+
+
+def test_a_window_goes_on_in_another_process_bit_for_bit(tmp_path):
+    saved = run(CONTINUED, "save", tmp_path / "window")
+    continued = run(CONTINUED, "continue", tmp_path / "window-1")
+    assert saved == continued
+    assert len(saved) > 500
+
+
+def small(seed=0):
+    keras.utils.set_random_seed(seed)
+    model = model_for("keras SGD")
+    optimizer = keras.optimizers.SGD(0.1, momentum=0.9)
+    accumulator = GradientAccumulator(optimizer, model.trainable_variables)
+    return model, accumulator, tf.train.Checkpoint(accumulator=accumulator)
+
+
+def test_a_restored_window_can_be_flushed_at_once(tmp_path):
+    model, accumulator, checkpoint = small()
+    accumulator.add(gradients_of(model, *data(3)), weight=3)
+    path = checkpoint.save(tmp_path / "window")
+    accumulator.apply()
+    restored, other, checkpoint = small()
+    checkpoint.restore(path).assert_consumed()
+    assert (other.pending, other.total_weight) == (1, 3.0)
+    assert other.flush()
+    assert_same(restored.trainable_variables, model.trainable_variables, 0)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_restoring_forgets_what_was_added_since(graph, tmp_path):
+    """Also of sums that did not exist when the checkpoint was made."""
+    model, accumulator, checkpoint = small()
+    path = checkpoint.save(tmp_path / "empty")
+
+    def add(x, y):
+        accumulator.add(gradients_of(model, x, y), weight=len(x))
+
+    add = tf.function(add) if graph else add
+    add(*data(5, seed=1))
+    checkpoint.restore(path)
+    assert (accumulator.pending, accumulator.total_weight) == (0, 0.0)
+    plain = model_for("keras SGD")
+    x, y = data(3)
+    expected = keras.optimizers.SGD(0.1, momentum=0.9)
+    expected.apply(dense(gradients_of(plain, x, y)), plain.trainable_variables)
+    add(x, y)
+    accumulator.apply()
+    assert_same(model.trainable_variables, plain.trainable_variables)
+
+
+def test_saving_changes_nothing(tmp_path):
+    model, accumulator, checkpoint = small()
+    accumulator.add(gradients_of(model, *data(3)), weight=3)
+    before = np.array(accumulator.dense_1)
+    checkpoint.save(tmp_path / "window")
+    assert accumulator.pending == 1
+    np.testing.assert_array_equal(accumulator.dense_1, before)
+
+
+def test_the_private_names_that_checkpoints_need_are_there():
+    for name in ("_lookup_dependency", "_trackable_children"):
+        assert callable(getattr(tf.Module, name)), name
+
+
+# Replicas.
+
+
+def test_replicas_clip_the_reduced_gradient_and_sum_rows_over_replicas():
+    strategy = mirrored(2)
+    with strategy.scope():
+        model = model_for("keras SGD")
+        optimizer = keras.optimizers.Adam(0.1, global_clipnorm=0.3)
+    accumulator = GradientAccumulator(optimizer, model.trainable_variables)
+    plain, textbook = model_for("keras SGD"), keras.optimizers.Adam(0.1, global_clipnorm=0.3)
+    x, y = data(9)
+
+    @tf.function
+    def add(x, y):
+        def on_replica():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            mine = tf.range(9)[:5] if int(replica) == 0 else tf.range(9)[5:]
+            gradients = gradients_of(model, tf.gather(x, mine), tf.gather(y, mine))
+            accumulator.add(gradients, weight=tf.size(mine))
+
+        strategy.run(on_replica)
+
+    @tf.function
+    def apply():
+        accumulator.apply()
+
+    for seed in range(3):
+        x, y = data(9, seed)
+        textbook.apply(dense(gradients_of(plain, x, y)), plain.trainable_variables)
+        add(x, y)
+        apply()
+    assert_same(model.trainable_variables, plain.trainable_variables)
+
+
+def test_after_it_the_optimizer_reduces_by_itself_again():
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = tf.Variable(1.0)
+        optimizer = keras.optimizers.SGD(1.0)
+    accumulator = GradientAccumulator(optimizer, [v])
+    one = tf.constant(1.0)
+    strategy.run(lambda: accumulator.add([one], weight=1))
+    accumulator.apply()
+    assert v.numpy() == 0.0  # a mean over replicas
+    strategy.run(lambda: optimizer.apply([one], [v]))
+    assert v.numpy() == -2.0  # its own sum over replicas
+
+
+def test_a_strategy_of_one_device():
+    strategy = tf.distribute.OneDeviceStrategy("CPU:0")
+    with strategy.scope():
+        v = tf.Variable(1.0)
+        accumulator = GradientAccumulator(keras.optimizers.SGD(1.0), [v], steps=2)
+    for gradient in (1.0, 3.0):
+        strategy.run(lambda g=gradient: accumulator.step([tf.constant(g)], weight=1))
+    assert float(v) == -1.0
