@@ -515,7 +515,7 @@ def test_after_it_the_optimizer_reduces_by_itself_again():
     strategy.run(lambda: accumulator.add([one], weight=1))
     accumulator.apply()
     assert v.numpy() == 0.0  # a mean over replicas
-    strategy.run(lambda: optimizer.apply([one], [v]))
+    strategy.run(lambda: optimizer.apply([tf.ones([])], [v]))
     assert v.numpy() == -2.0  # its own sum over replicas
 
 
