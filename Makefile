@@ -1,23 +1,24 @@
 # make demo         train a small network plainly and accumulated, and compare (one to two minutes)
-# make test         everything that CI runs: check, then the test suite
+# make test         check, then the test suite; CI runs this and test-tf1
 # make check        formatting, lint and types
 # make test-oldest  the test suite with the oldest supported TensorFlow and Keras (.ci/oldest.txt)
+# make test-tf1     GradientAccumulator's tests with TensorFlow 1.14 (.ci/tf1.txt), from the built wheel; needs Python 3.7
 # make bench        what a step costs, in time and memory
 # make clean        remove environments, caches and build products
 #
 # Each target makes the environment that it needs from a Python found here. To choose one: make test PYTHON=/path/to/python
 
-.PHONY: demo test check pytest test-oldest bench clean
+.PHONY: demo test check pytest test-oldest test-tf1 pytest-tf1 bench clean
 .DEFAULT_GOAL := test
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
 
-# $(call find-python,newest minor version): the first Python 3.10 or newer, up to that version, that runs and can make
+# $(call find-python,oldest,newest): the first Python between these minor versions of Python 3 that runs and can make
 # environments. Each candidate is run: a name on the PATH may be a shim without an interpreter behind it.
 find-python = $(shell \
-	for python in python3 python3.13 python3.12 python3.11 python3.10 python "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.1[0-3]*/bin/python; do \
-		"$$python" -c 'import ensurepip, sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, $(1)))' >/dev/null 2>&1 \
+	for python in python3 python3.13 python3.12 python3.11 python3.10 python3.7 python "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/3.*/bin/python; do \
+		"$$python" -c 'import ensurepip, sys; sys.exit(not (3, $(1)) <= sys.version_info[:2] <= (3, $(2)))' >/dev/null 2>&1 \
 		&& echo "$$python" && break; \
 	done)
 
@@ -25,9 +26,19 @@ find-python = $(shell \
 make-env = @test -n "$(2)" || { echo "No suitable Python found. Install one with venv, or name it: make PYTHON=..." >&2; exit 1; }; \
 	echo "Making $(1) with $$("$(2)" --version)" && "$(2)" -m venv $(1) && touch $@
 
-PYTHON ?= $(call find-python,13)
+# $(call install-tf-keras,folder): the tf_keras that matches the TensorFlow in there. Without its dependencies: they would
+# put the full TensorFlow package over tensorflow-cpu.
+install-tf-keras = version=$$($(1)/bin/python -c 'from importlib.metadata import distributions as find; \
+		version = next(found.version for name in ("tensorflow-cpu", "tensorflow") for found in find(name=name)); \
+		print(*version.split(".")[:2], sep=".")') && \
+	{ $(1)/bin/python -m pip install --quiet --no-deps "tf_keras~=$$version.0" 2>/dev/null \
+	|| echo "tf_keras $$version could not be installed into $(1): the tests that need it will be skipped" >&2; }
+
+PYTHON ?= $(call find-python,10,13)
 # TensorFlow 2.16 has no build for Python 3.13.
-PYTHON_OLDEST ?= $(call find-python,12)
+PYTHON_OLDEST ?= $(call find-python,10,12)
+# TensorFlow 1.14 has none for Python 3.8.
+PYTHON_TF1 ?= $(call find-python,7,7)
 
 demo: .venv/demo-installed
 	.venv/bin/python examples/demo.py
@@ -45,10 +56,30 @@ pytest: .venv/dev-installed
 test-oldest: .venv-oldest/dev-installed
 	.venv-oldest/bin/python -m pytest -n 2
 
+# Python 3.7 is past its end of life, so few machines have it: its absence is no failure, but is not passed over in silence.
+test-tf1:
+	@if test -n "$(PYTHON_TF1)"; then $(MAKE) --no-print-directory pytest-tf1; else { \
+		echo "****************************************************************************"; \
+		echo "The TensorFlow 1.14 tests were NOT RUN: they need Python 3.7, not found here."; \
+		echo "To run them, install it, for instance with: pyenv install 3.7"; \
+		echo "or name one: make test-tf1 PYTHON_TF1=/path/to/python3.7"; \
+		echo "****************************************************************************"; \
+	} >&2; fi
+
+# Without pyproject.toml's options for pytest, which make errors of TensorFlow 1.14's own warnings, and without conftest.py,
+# which is for Keras 3. The silent line makes sure that the tests get the package from the wheel.
+pytest-tf1: .venv-tf1/installed
+	rm -rf build/tf1
+	.venv-tf1/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/tf1 .
+	.venv-tf1/bin/python -m pip install --quiet --force-reinstall --no-deps build/tf1/*.whl
+	@.venv-tf1/bin/python -c 'import importlib.util as u, sys; path = u.find_spec("macrobatch").origin; \
+		sys.exit(0 if path.startswith(sys.prefix) else "Not the installed package: " + path)'
+	.venv-tf1/bin/python -W ignore -m pytest -q -c /dev/null --rootdir . --noconftest -p no:cacheprovider tests/test_accumulator_everywhere.py
+
 bench: .venv/dev-installed
 	.venv/bin/python benchmarks/step_cost.py
 
-# Stamps: an environment is installed again only when pyproject.toml (or the oldest versions) changed.
+# Stamps: an environment is installed again only when pyproject.toml (or its file in .ci) changed.
 
 .venv/made:
 	$(call make-env,.venv,$(PYTHON))
@@ -56,16 +87,26 @@ bench: .venv/dev-installed
 .venv-oldest/made: .ci/oldest.txt
 	$(call make-env,.venv-oldest,$(PYTHON_OLDEST))
 
+.venv-tf1/made: .ci/tf1.txt
+	$(call make-env,.venv-tf1,$(PYTHON_TF1))
+
 .venv/%-installed: pyproject.toml | .venv/made
 	@echo "Installing .[cpu,$*] into .venv; TensorFlow is a large download"
 	.venv/bin/python -m pip install --quiet --editable '.[cpu,$*]'
+	$(if $(filter dev,$*),@$(call install-tf-keras,.venv))
 	@touch $@
 
 .venv-oldest/%-installed: pyproject.toml .venv-oldest/made
 	@echo "Installing .[cpu,$*] into .venv-oldest; TensorFlow is a large download"
 	.venv-oldest/bin/python -m pip install --quiet --constraint .ci/oldest.txt --editable '.[cpu,$*]'
+	$(if $(filter dev,$*),@$(call install-tf-keras,.venv-oldest))
+	@touch $@
+
+.venv-tf1/installed: .venv-tf1/made
+	@echo "Installing .ci/tf1.txt into .venv-tf1; TensorFlow is a large download"
+	.venv-tf1/bin/python -m pip install --quiet --requirement .ci/tf1.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo.png
+	rm -rf .venv .venv-oldest .venv-tf1 .venv-peers .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo.png
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +
