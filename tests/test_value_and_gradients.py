@@ -7,6 +7,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import layers
+from test_accumulator_everywhere import mirrored
 
 import macrobatch
 from macrobatch import value_and_gradients
@@ -577,3 +578,41 @@ def test_a_layer_that_writes_a_trained_variable():
             tf.ones([4, 3], tf.float64),
             micro_batch_size=2,
         )
+
+
+def test_several_replicas():
+    v = tf.Variable(2.0)
+    strategy = mirrored(2)
+
+    def on_replica():
+        return value_and_gradients(lambda x: v * x, v, tf.range(4.0), micro_batch_size=2)
+
+    with pytest.raises(ValueError, match=r"works on one device.*GradientAccumulator"):
+        strategy.run(on_replica)
+
+
+def test_in_a_train_step_of_a_model():
+    """What the error for models with a train_step of their own recommends."""
+
+    class Model(keras.Model):
+        def train_step(self, batch):
+            loss, gradients = value_and_gradients(
+                lambda b: mse(b[1], self(b[0], training=True)),
+                self.trainable_variables,
+                batch,
+                micro_batch_size=3,
+            )
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    mse = keras.losses.MeanSquaredError(reduction=None)
+    x, y, _ = data(8)
+    models = []
+    for kind in (keras.Model, Model):
+        keras.utils.set_random_seed(4)
+        inputs = keras.Input([4, 3])
+        model = kind(inputs, layers.Dense(1)(inputs))
+        model.compile(keras.optimizers.Adam(0.1), "mse")
+        model.fit(x, y[..., None], batch_size=5, epochs=2, shuffle=False, verbose=0)
+        models.append(model)
+    assert_close(models[1].variables, models[0].variables)

@@ -4,12 +4,21 @@ The update is made from sum(weight * gradient) / sum(weight) over a window of mi
 held between calls are variables, so that it can be saved in the middle of a window.
 """
 
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, List, Optional, TypeVar
 
 import numpy as np
 import tensorflow as tf
 
 from macrobatch import _checks, _replicas, _split, _sums
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _as_it_is(method: Method) -> Method:
+    """Keeps tf.function from converting this code's `if` and `for`, which need no conversion."""
+    keep = getattr(tf.autograph.experimental, "do_not_convert", None)  # newer than 1.14
+    return method if keep is None else keep(method)
+
 
 # The kinds of gradients that a variable may have got in a window, maybe both.
 DENSE, ROWS = 0, 1
@@ -109,6 +118,7 @@ class GradientAccumulator(tf.Module):
         total = _replicas.read(self._total)
         return float(total) if tf.executing_eagerly() else total
 
+    @_as_it_is
     def add(self, gradients: Any, *, weight: Any = None) -> None:
         """Adds the gradients of a micro-batch to the window.
 
@@ -147,6 +157,7 @@ class GradientAccumulator(tf.Module):
                 with _asserted(_sums.are_finite(gradients), _checks.NOT_FINITE):
                     hold()
 
+    @_as_it_is
     def apply(self) -> None:
         """Updates the variables from the window, and starts a new one.
 
@@ -158,6 +169,7 @@ class GradientAccumulator(tf.Module):
         with _asserted(_replicas.read(self._pending) > 0, _checks.EMPTY_WINDOW):
             self._apply()
 
+    @_as_it_is
     def step(self, gradients: Any, *, weight: Any = None) -> Any:
         """Adds the gradients of a micro-batch, and applies when `steps` are in the window.
 
@@ -183,6 +195,7 @@ class GradientAccumulator(tf.Module):
             _when(full, self._apply)
         return bool(full) if tf.executing_eagerly() else full
 
+    @_as_it_is
     def flush(self) -> Any:
         """Applies what is in the window, if there is anything.
 
@@ -195,6 +208,7 @@ class GradientAccumulator(tf.Module):
         _when(some, self._apply)
         return bool(some) if tf.executing_eagerly() else some
 
+    @_as_it_is
     def reset(self) -> None:
         """Forgets the window."""
         _replicas.run(self._strategy, self._clear)

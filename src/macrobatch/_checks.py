@@ -90,6 +90,16 @@ def one_replica(model: Any) -> None:
         )
 
 
+def not_in_several_replicas(replicas: int, in_replica: bool) -> None:
+    """Raises where the loss of a batch would have to be put together over replicas."""
+    if in_replica and replicas > 1:
+        raise ValueError(
+            "value_and_gradients works on one device: the loss of a batch is not yet put together "
+            f"over replicas. Received: a call inside strategy.run with {replicas} replicas. Use "
+            "macrobatch.GradientAccumulator: add() inside strategy.run, apply() outside of it."
+        )
+
+
 def plain_train_step(model: Any) -> None:
     """Raises if the model brings a train step of its own."""
     import keras

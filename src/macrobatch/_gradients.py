@@ -70,11 +70,21 @@ def value_and_gradients(
     >>> loss = train_step((tf.ones([100, 3]), tf.ones([100, 1])))
     """
     micro_batch_size = _checks.micro_batch_size(micro_batch_size)
+    function = _stateless.converted(_checks.loss_fn(loss_fn))
+    return _value_and_gradients(function, variables, batch, micro_batch_size, has_aux)
+
+
+# Only `loss_fn` may need to be converted; this code does not, and it takes a while.
+@tf.autograph.experimental.do_not_convert
+def _value_and_gradients(
+    loss_fn: Callable[[Any], Any], variables: Any, batch: Any, micro_batch_size: int, has_aux: bool
+) -> Tuple[Any, Any]:
+    _checks.not_in_several_replicas(_replicas.count(), _replicas.in_replica())
     trained = [_checks.variable(variable) for variable in tf.nest.flatten(variables)]
     trained = [_replicas.tf_variable(variable) for variable in trained]
     batch = _split.to_tensors(batch)
     examples = _split.examples_in(batch)
-    function = _stateless.Function(_checks.loss_fn(loss_fn), tf.nest.flatten(variables))
+    function = _stateless.Function(loss_fn, tf.nest.flatten(variables))
     if not tf.executing_eagerly():
         function.dry_run(_split.first_micro_batch(batch, _split.runs(examples, micro_batch_size)))
 

@@ -131,11 +131,6 @@ class Function:
         self.written = Written()
         self._trained = list(trained)
         self._function = function
-        if not tf.executing_eagerly():
-            # As tf.function does for what it traces: `if` and `for` on tensors become operations,
-            # unless the user has switched that off. The name is TensorFlow's own for Keras.
-            autograph = tf.__internal__.autograph
-            self._function = autograph.tf_convert(function, autograph.control_status_ctx())
 
     def dry_run(self, micro_batch: Any) -> None:
         """Finds out what the function writes, by tracing it into a graph that is thrown away.
@@ -163,6 +158,17 @@ class Function:
         decaying = [layer.name for layer in self.written.decaying]
         for message in _checks.inexact(normalizing, decaying):
             _checks.warn_once(self.written.normalizing[0], message)
+
+
+def converted(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """A user's function as tf.function would trace it: `if` and `for` on tensors are operations.
+
+    Unless this is eager mode, or the user has switched that off.
+    """
+    if tf.executing_eagerly():
+        return function
+    autograph = tf.__internal__.autograph  # TensorFlow's own name for what Keras and others need
+    return autograph.tf_convert(function, autograph.control_status_ctx())
 
 
 def read(variables: Iterable[Any]) -> List[Any]:
