@@ -186,8 +186,8 @@ def test_reset():
 
 
 def state_of(accumulator):
-    variables = [accumulator._pending, accumulator._total, accumulator._skipped]
-    sums = [getattr(accumulator, name) for name in ("dense_0", "values_1", "indices_1")]
+    variables = [accumulator._window.pending, accumulator._window.total, accumulator._skipped]
+    sums = [getattr(accumulator._window, name) for name in ("dense_0", "values_1", "indices_1")]
     return [variable.numpy().tolist() for variable in variables + sums]
 
 
@@ -234,7 +234,7 @@ def test_a_weight_that_is_wrong_when_the_graph_runs():
         with pytest.raises(tf.errors.InvalidArgumentError, match="finite number, 0 or more"):
             add(tf.constant(wrong, tf.float32))
     assert (accumulator.pending, accumulator.total_weight) == (1, 2.0)
-    assert accumulator.dense_0.numpy() == 2.0
+    assert accumulator._window.dense_0.numpy() == 2.0
 
 
 def test_an_empty_window():

@@ -7,7 +7,10 @@ The data flow, and the order in which the package reads:
     -> Keras variables as values      _stateless, _batch_norm
     -> model and loss as a function   _model
     -> gradients, weighted sum        _loop, _sums
-    -> one update                     accumulate: _keras; your own: _gradients, _accumulator
+    -> one reduction over replicas    _replicas
+    -> one update                     accumulate:          _keras
+                                      value_and_gradients: _gradients, and the update is yours
+                                      GradientAccumulator: _window, _accumulator
 """
 
 from macrobatch import _checks

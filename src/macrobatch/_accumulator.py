@@ -1,15 +1,14 @@
 """GradientAccumulator: the sum of micro-batches that arrive one by one, from TensorFlow 1.14 on.
 
-The update is made from sum(weight * gradient) / sum(weight) over a window of micro-batches. What is
-held between calls are variables, so that it can be saved in the middle of a window.
+The update is made from sum(weight * gradient) / sum(weight) over a window of micro-batches.
 """
 
-from typing import Any, Callable, List, Optional, TypeVar
+from typing import Any, Callable, Optional, TypeVar
 
-import numpy as np
 import tensorflow as tf
 
 from macrobatch import _checks, _replicas, _split, _sums
+from macrobatch._window import ROWS, Window
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -18,10 +17,6 @@ def _as_it_is(method: Method) -> Method:
     """Keeps tf.function from converting this code's `if` and `for`, which need no conversion."""
     keep = getattr(tf.autograph.experimental, "do_not_convert", None)  # newer than 1.14
     return method if keep is None else keep(method)
-
-
-# The kinds of gradients that a variable may have got in a window, maybe both.
-DENSE, ROWS = 0, 1
 
 
 class GradientAccumulator(tf.Module):
@@ -86,26 +81,19 @@ class GradientAccumulator(tf.Module):
         variables = tf.nest.flatten(variables)
         for variable in variables:
             _checks.variable(variable)
-        self._making = False
-        self._strategy = strategy = _replicas.strategy_of(variables)
+        self._strategy = _replicas.strategy_of(variables)
         self._variables = variables
         # A checkpoint of the accumulator also saves these, which the window belongs to.
         self.optimizer = optimizer
         self._weights = [_replicas.tf_variable(variable) for variable in variables]
-        self._dtypes = [_sums.wide(tf.as_dtype(v.dtype)) for v in variables]
-        # Counts are floats, because a checkpoint divides them among replicas.
-        wide = tf.float64 if tf.float64 in self._dtypes else tf.float32
-        self._pending = _replicas.variable(strategy, [], tf.float32, "pending")
-        self._skipped = _replicas.variable(strategy, [], tf.float32, "skipped")
-        self._total = _replicas.variable(strategy, [], wide, "total_weight")
-        # How many micro-batches have brought a gradient of each kind for each variable.
-        self._arrivals = _replicas.variable(strategy, [2, len(variables)], tf.float32, "arrivals")
+        self._window = Window(variables, self._strategy)
+        self._skipped = _replicas.variable(self._strategy, [], tf.float32, "skipped")
         self._build_optimizer()
 
     @property
     def pending(self) -> Any:
         """The number of micro-batches in the window. In a graph, a tensor."""
-        return _count(self._pending)
+        return _count(self._window.pending)
 
     @property
     def skipped(self) -> Any:
@@ -115,7 +103,7 @@ class GradientAccumulator(tf.Module):
     @property
     def total_weight(self) -> Any:
         """The sum of the weights in the window; 0 with reduction="sum". In a graph, a tensor."""
-        total = _replicas.read(self._total)
+        total = _replicas.read(self._window.total)
         return float(total) if tf.executing_eagerly() else total
 
     @_as_it_is
@@ -134,19 +122,14 @@ class GradientAccumulator(tf.Module):
         _checks.place_to_add(self._strategy, _replicas.in_replica(), _replicas.count())
         gradients = _checks.gradients(gradients, self._variables)
         _checks.weight(weight, self._reduction)
-        gradients = [_sums.cast(g, dtype, tf.int64) for g, dtype in zip(gradients, self._dtypes)]
-        if _split.in_xla():  # which has no tensors of unknown size, so no rows
-            gradients = [_sums.dense(gradient) for gradient in gradients]
-        kinds = self._kinds_of(gradients)
-        for kind, index in np.argwhere(kinds):
-            self._make_sum(kind, index)
+        gradients = self._window.prepared(gradients)
         good = tf.constant(True)
         if weight is not None:
-            weight = tf.cast(weight, self._total.dtype)
+            weight = tf.cast(weight, self._window.total.dtype)
             good = tf.logical_and(weight >= 0, tf.math.is_finite(weight))
 
         def hold() -> None:
-            self._hold(gradients, kinds, weight)
+            self._window.add(gradients, weight)
 
         with _asserted(good, _checks.WEIGHT):
             if self._nonfinite == "propagate":
@@ -166,7 +149,7 @@ class GradientAccumulator(tf.Module):
         """
         self._check_place("apply")
         _checks.applies_in_xla(not _split.in_xla())
-        with _asserted(_replicas.read(self._pending) > 0, _checks.EMPTY_WINDOW):
+        with _asserted(_replicas.read(self._window.pending) > 0, _checks.EMPTY_WINDOW):
             self._apply()
 
     @_as_it_is
@@ -183,10 +166,10 @@ class GradientAccumulator(tf.Module):
         steps = _checks.has_steps(self._steps)
         self._check_place("step")
         self.add(gradients, weight=weight)
-        full = tf.round(_replicas.read(self._pending)) >= steps
+        full = tf.round(_replicas.read(self._window.pending)) >= steps
         if _split.in_xla():
             # What this step has added is sure to be there, and has to be all.
-            kinds = self._kinds()
+            kinds = self._window.kinds()
             gradients = tf.nest.flatten(gradients)
             complete = all(g is not None for g in gradients) and not kinds[ROWS].any()
             _checks.applies_in_xla(complete)
@@ -204,14 +187,14 @@ class GradientAccumulator(tf.Module):
         """
         self._check_place("flush")
         _checks.applies_in_xla(not _split.in_xla())
-        some = _replicas.read(self._pending) > 0
+        some = _replicas.read(self._window.pending) > 0
         _when(some, self._apply)
         return bool(some) if tf.executing_eagerly() else some
 
     @_as_it_is
     def reset(self) -> None:
         """Forgets the window."""
-        _replicas.run(self._strategy, self._clear)
+        _replicas.run(self._strategy, self._window.clear)
 
     def _check_place(self, method: str) -> None:
         replicas = 1 if self._strategy is None else self._strategy.num_replicas_in_sync
@@ -230,41 +213,16 @@ class GradientAccumulator(tf.Module):
                 with self._strategy.scope():
                     build(self._variables)
 
-    # The window.
-
-    def _hold(self, gradients: List[Any], kinds: Any, weight: Any) -> None:
-        for index, gradient in enumerate(gradients):
-            if weight is not None:
-                gradient = _sums.scaled(gradient, weight)
-            if kinds[ROWS, index]:
-                values, indices = self._sum(ROWS, index)
-                rows = _sums.merge_rows(_sums.add(self._rows(index), gradient))
-                values.assign(rows.values)
-                indices.assign(rows.indices)
-            elif kinds[DENSE, index]:
-                self._sum(DENSE, index)[0].assign_add(gradient)
-        if weight is not None:
-            self._total.assign_add(weight)
-        self._arrivals.assign_add(kinds.astype("float32"))
-        self._pending.assign_add(1.0)
-
-    def _clear(self) -> None:
-        for kind, index in np.argwhere(self._kinds()):
-            for variable in self._sum(kind, index):
-                variable.assign(_nothing(variable))
-        for variable in (self._pending, self._total, self._arrivals):
-            variable.assign(_nothing(variable))
-
     def _apply(self) -> None:
         """Updates from what is in the window."""
         if tf.executing_eagerly():
-            self._update(_replicas.read(self._arrivals).numpy() > 0)
+            self._update(_replicas.read(self._window.arrivals).numpy() > 0)
             return
         # Which gradients an update has is fixed in a graph. It is those that have come so far; for
         # a window with others (because two functions with other gradients share it), leave the
         # graph.
-        kinds = self._kinds()
-        expected = tf.reduce_all(tf.equal(_replicas.read(self._arrivals) > 0, kinds))
+        kinds = self._window.kinds()
+        expected = tf.reduce_all(tf.equal(_replicas.read(self._window.arrivals) > 0, kinds))
 
         def leave() -> None:
             done = tf.py_function(self._apply_and_say_so, [], tf.bool)
@@ -283,125 +241,16 @@ class GradientAccumulator(tf.Module):
 
     def _update(self, kinds: Any) -> None:
         """Updates from gradients of these kinds, and starts a new window."""
-        total = _replicas.read(self._total)
+        total = _replicas.read(self._window.total)
+        one = tf.ones_like(total)
+        factor = one if self._reduction == "sum" else tf.math.divide_no_nan(one, total)
 
         def update() -> None:
-            gradients = [self._gradient(i, kinds[:, i], total) for i in range(kinds.shape[1])]
+            gradients = self._window.gradients(kinds, factor)
             _replicas.apply_gradients(self.optimizer, gradients, self._variables)
-            self._clear()
+            self._window.clear()
 
         _replicas.run(self._strategy, update)
-
-    def _gradient(self, index: int, kinds: Any, total: Any) -> Any:
-        """The gradient of a variable: in a replica, its part in the whole."""
-        gradient = _replicas.local(self._sum(DENSE, index)[0]) if kinds[DENSE] else None
-        if kinds[ROWS]:
-            gradient = _sums.add(gradient, self._rows(index))
-        if gradient is not None and self._reduction == "mean":
-            one = tf.ones([], total.dtype)
-            gradient = _sums.scaled(gradient, tf.math.divide_no_nan(one, total))
-        return _sums.cast(gradient, tf.as_dtype(self._variables[index].dtype))
-
-    def _rows(self, index: int) -> Any:
-        values, indices = (_replicas.local(variable) for variable in self._sum(ROWS, index))
-        shape = tf.constant(tf.TensorShape(self._variables[index].shape).as_list(), tf.int64)
-        return tf.IndexedSlices(values, indices, shape)
-
-    # Sums are made when the first gradient of their kind arrives: a table whose gradients are rows
-    # has no dense sum.
-
-    def _names(self, kind: int, index: int) -> List[str]:
-        names = ["dense"] if kind == DENSE else ["values", "indices"]
-        return [f"{name}_{index}" for name in names]
-
-    def _sum(self, kind: int, index: int) -> List[Any]:
-        return [getattr(self, name) for name in self._names(kind, index)]
-
-    def _kinds(self) -> Any:
-        """The kinds of gradients that have come so far."""
-        indices = range(len(self._variables))
-        made = [[hasattr(self, self._names(k, i)[-1]) for i in indices] for k in (DENSE, ROWS)]
-        return np.array(made, bool).reshape(2, -1)
-
-    def _kinds_of(self, gradients: List[Any]) -> Any:
-        rows = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
-        there = [gradient is not None for gradient in gradients]
-        return np.array([np.logical_and(there, np.logical_not(rows)), rows], bool)
-
-    def _make_sum(self, kind: int, index: int) -> None:
-        if all(hasattr(self, name) for name in self._names(kind, index)):
-            return
-
-        def make() -> None:
-            shape = tf.TensorShape(self._variables[index].shape).as_list()
-            dtype = self._dtypes[index]
-            if kind == DENSE:
-                made = [_replicas.variable(self._strategy, shape, dtype, "dense")]
-            else:
-                made = [
-                    _replicas.variable(self._strategy, [None, *shape[1:]], dtype, "values"),
-                    _replicas.variable(self._strategy, [None], tf.int64, "indices", summed=False),
-                ]
-            self._making = True
-            for name, variable in zip(self._names(kind, index), made):
-                setattr(self, name, variable)
-            self._making = False
-
-        _replicas.once(make)
-
-    # Checkpoints. TensorFlow has no public hooks for these three; tests/test_accumulator.py notices
-    # if their names change.
-
-    def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """What a checkpoint that is being restored has under a name."""
-        kind, _, index = name.partition("_")
-        if name == "_arrivals" and hasattr(self, name):
-            self._clear_for_restoring()
-        elif kind in ("dense", "values", "indices") and index.isdigit() and not self._making:
-            # The checkpoint has a sum that this process may not have made yet.
-            self._make_sum(DENSE if kind == "dense" else ROWS, int(index))
-            return getattr(self, name)
-        return super()._lookup_dependency(name, *args, **kwargs)
-
-    def _trackable_children(self, *args: Any, **kwargs: Any) -> Any:
-        """What a checkpoint saves."""
-        self._align_rows()
-        return super()._trackable_children(*args, **kwargs)
-
-    @property
-    def _checkpoint_dependencies(self) -> Any:
-        """What a checkpoint saves, up to TensorFlow 2.8."""
-        self._align_rows()
-        return super()._checkpoint_dependencies
-
-    def _clear_for_restoring(self) -> None:
-        # A sum that the checkpoint does not have was not there when it was saved.
-        for kind, index in np.argwhere(self._kinds()):
-            for variable in self._sum(kind, index):
-                for part in _replicas.parts(self._strategy, variable):
-                    part.assign(_nothing(part))
-
-    def _align_rows(self) -> None:
-        """Gives all replicas the same rows, so that they can be summed in a checkpoint."""
-        if self._strategy is None or not tf.executing_eagerly():
-            return
-        for _, index in np.argwhere(self._kinds()[[ROWS]]):
-            both = (_replicas.parts(self._strategy, v) for v in self._sum(ROWS, index))
-            replicas = list(zip(*both))
-            rows, _ = tf.unique(tf.concat([indices for _, indices in replicas], 0))
-            for values, indices in replicas:
-                shape = [rows.shape.as_list()[0], *values.shape.as_list()[1:]]
-                none = tf.IndexedSlices(tf.zeros(shape, values.dtype), rows)
-                own = tf.IndexedSlices(values.read_value(), indices.read_value())
-                aligned = _sums.merge_rows(_sums.add(none, own))
-                values.assign(aligned.values)
-                indices.assign(aligned.indices)
-
-
-def _nothing(variable: Any) -> Any:
-    """Zeros for a variable; none where its shape is unknown."""
-    shape = [size or 0 for size in variable.shape.as_list()]
-    return tf.zeros(shape, variable.dtype)
 
 
 def _count(variable: Any) -> Any:
