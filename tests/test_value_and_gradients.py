@@ -326,14 +326,25 @@ def test_moving_statistics_are_those_of_the_whole_batch():
 
 @pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_what_fails_has_changed_nothing(mode):
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_what_fails_has_changed_nothing(where, mode):
     model = normalized_model()
     x = tf.concat([data(8)[0][:, 0], [[np.inf] * 3]], 0)  # in the last micro-batch
     before = [np.array(v) for v in model.variables]
 
+    def finite(x, value):
+        check = tf.debugging.Assert(tf.reduce_all(tf.math.is_finite(x)), ["not finite"])
+        with tf.control_dependencies([] if check is None else [check]):
+            return tf.identity(value)
+
     def loss_fn(x):
-        with tf.control_dependencies([tf.debugging.assert_all_finite(x, "not finite")]):
-            return model(x, training=True)
+        @tf.custom_gradient
+        def checked(value):
+            if where == "forward":
+                return finite(x, value), lambda upstream: upstream
+            return tf.identity(value), lambda upstream: finite(x, upstream)
+
+        return checked(model(tf.where(tf.math.is_finite(x), x, 0.0), training=True))
 
     def accumulated(x):
         return value_and_gradients(loss_fn, model.trainable_variables, x, micro_batch_size=3)
@@ -380,7 +391,12 @@ def test_other_variables_are_written_once_per_micro_batch(mode):
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_layers_that_are_built_in_loss_fn(mode):
     v = tf.Variable(2.0, dtype=tf.float64)
-    teacher = keras.Sequential([layers.Dense(1, kernel_initializer="glorot_normal")])
+
+    # Keras asks for the weights of a layer before they exist, and again to make them.
+    def drawn_anew(shape, dtype):
+        return tf.random.normal(shape, dtype=dtype)
+
+    teacher = layers.Dense(1, kernel_initializer=drawn_anew)
     x = data()[0][:, 0]
 
     def accumulated(x):

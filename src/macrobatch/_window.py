@@ -123,7 +123,7 @@ class Window(tf.Module):
             setattr(self, name, variable)
         self._making = False
 
-    # Checkpoints. TensorFlow has no public hooks for these three; tests/test_accumulator.py notices
+    # Checkpoints. TensorFlow has no public hooks for these two; tests/test_accumulator.py notices
     # if their names change.
 
     def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -141,14 +141,9 @@ class Window(tf.Module):
             return getattr(self, name)
         return super()._lookup_dependency(name, *args, **kwargs)
 
-    def _trackable_children(self, *args: Any, **kwargs: Any) -> Any:
-        """What a checkpoint saves."""
-        self._align_rows()
-        return super()._trackable_children(*args, **kwargs)
-
     @property
     def _checkpoint_dependencies(self) -> Any:
-        """What a checkpoint saves, up to TensorFlow 2.8."""
+        """What a checkpoint saves."""
         self._align_rows()
         return super()._checkpoint_dependencies
 
