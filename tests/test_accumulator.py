@@ -526,3 +526,152 @@ def test_a_strategy_of_one_device():
     for gradient in (1.0, 3.0):
         strategy.run(lambda g=gradient: accumulator.step([tf.constant(g)], weight=1))
     assert float(v) == -1.0
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_replicas_with_an_optimizer_in_an_optimizer(graph):
+    """The inner optimizer goes on in other threads, where it must not sum over replicas again."""
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = tf.Variable([0.0])
+        optimizer = loss_scaled(initial_scale=2.0)
+    accumulator = GradientAccumulator(optimizer, [v])
+
+    def update():
+        strategy.run(lambda: accumulator.add([tf.constant([2.0])], weight=1.0))
+        accumulator.apply()
+
+    (tf.function(update) if graph else update)()
+    assert v.numpy() == -1.0
+
+
+# Several calls in one function.
+
+
+def sgd_and(*values, **arguments):
+    variables = [tf.Variable(value, dtype=tf.float64) for value in values]
+    return variables, GradientAccumulator(keras.optimizers.SGD(1.0), variables, **arguments)
+
+
+def test_a_reset_that_is_traced_before_the_first_gradient():
+    (v,), accumulator = sgd_and(0.0, steps=2)
+
+    @tf.function
+    def epoch(n):
+        accumulator.reset()
+        for _ in tf.range(n):
+            accumulator.step([tf.ones([], tf.float64)], weight=1)
+
+    epoch(3)
+    epoch(3)
+    assert float(v) == -2.0
+
+
+def test_a_flush_that_is_traced_before_the_first_gradient():
+    (v,), accumulator = sgd_and([0.0, 0.0])
+
+    @tf.function
+    def flush_and_add(gradient):
+        accumulator.flush()
+        accumulator.add([gradient], weight=1)
+        return accumulator.pending, accumulator.optimizer.iterations.value + 0
+
+    for i in range(100):
+        pending, iterations = flush_and_add(tf.constant([float(i), 1.0], tf.float64))
+        assert (int(pending), int(iterations)) == (1, i)
+    accumulator.flush()
+    np.testing.assert_allclose(v, [-sum(range(100)), -100.0])
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_steps_with_other_gradients_in_one_function():
+    (v, w), accumulator = sgd_and(0.0, 0.0, steps=3)
+
+    @tf.function
+    def two_steps(x):
+        accumulator.step([x, None], weight=1)
+        accumulator.step([x, 2 * x], weight=1)
+        return v.read_value()
+
+    for _ in range(60):
+        value = two_steps(tf.constant(1.0, tf.float64))
+        assert float(value) == float(v)
+    np.testing.assert_allclose([v, w], [-40.0, -40.0])
+
+
+def test_rows_that_come_between_compiled_steps():
+    (v,), accumulator = sgd_and([0.0, 0.0], steps=2)
+    step = tf.function(lambda g: accumulator.step([g], weight=1), jit_compile=True)
+    gradient = tf.constant([1.0, 2.0], tf.float64)
+    step(gradient)
+    accumulator.reset()
+    rows = tf.IndexedSlices(tf.constant([10.0], tf.float64), tf.constant([0]), tf.constant([2]))
+    accumulator.add([rows], weight=1)
+    step(gradient)
+    np.testing.assert_allclose(v, [-5.5, -1.0])
+
+
+def test_what_a_compiled_function_cannot_check():
+    _, accumulator = sgd_and(0.0, nonfinite="raise")
+    with pytest.raises(ValueError, match="cannot work inside a function with jit_compile=True"):
+        tf.function(
+            lambda: accumulator.add([tf.ones([], tf.float64)], weight=1), jit_compile=True
+        )()
+
+
+def test_a_gradient_whose_shape_is_wrong_when_the_graph_runs():
+    _, accumulator = sgd_and([0.0])
+    signature = [tf.TensorSpec(None, tf.float64)]
+    add = tf.function(lambda g: accumulator.add([g], weight=1), signature)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="must have the shape"):
+        add(tf.ones([3], tf.float64))
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        add(tf.ones([1, 1], tf.float64))
+    assert (accumulator.pending, accumulator.total_weight) == (0, 0.0)
+    add(tf.ones([1], tf.float64))
+    assert accumulator.pending == 1
+
+
+@pytest.mark.parametrize(
+    ("gradients", "weight", "message"),
+    [
+        ([np.ones(3)], 1, r"shape \(3,\) for .* of shape \(2,\)"),
+        ([1.0], 1, r"shape \(\) for .* of shape \(2,\)"),
+        ([np.ones(2)], "a", r"finite number, 0 or more.*weight=a"),
+        ([np.ones(2)], 1j, r"finite number, 0 or more.*weight=1j"),
+    ],
+)
+def test_more_wrong_micro_batches(gradients, weight, message):
+    _, accumulator = sgd_and([0.0, 0.0])
+    with pytest.raises(ValueError, match=message):
+        accumulator.add(gradients, weight=weight)
+
+
+def test_nothing_to_train_and_nothing_to_apply():
+    with pytest.raises(ValueError, match=r"variables is empty.*build it first"):
+        GradientAccumulator(keras.optimizers.SGD(), [])
+    _, accumulator = sgd_and(0.0)
+    accumulator.add([None], weight=1)
+    with pytest.raises(ValueError, match=r"No variable got a gradient.*reset\(\)"):
+        accumulator.flush()
+    accumulator.reset()
+    assert not accumulator.flush()
+
+
+def test_a_checkpoint_of_more_variables(tmp_path):
+    (v, _), accumulator = sgd_and(0.0, 0.0)
+    one = tf.constant(1.0, tf.float64)
+    accumulator.add([one, one], weight=1)
+    path = tf.train.Checkpoint(accumulator=accumulator).save(tmp_path / "window")
+    (v,), fewer = sgd_and(0.0)
+    with pytest.raises((AssertionError, ValueError)):
+        tf.train.Checkpoint(accumulator=fewer).restore(path).assert_consumed()
+    assert float(v) == 0.0
+
+
+def test_a_fixed_loss_scale_may_skip():
+    optimizer = tf.compat.v1.train.GradientDescentOptimizer(1.0)
+    fixed = tf.compat.v1.mixed_precision.MixedPrecisionLossScaleOptimizer(
+        optimizer, tf.compat.v1.mixed_precision.FixedLossScale(8.0)
+    )
+    GradientAccumulator(fixed, [tf.Variable(1.0)], nonfinite="skip")

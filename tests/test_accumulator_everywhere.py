@@ -196,7 +196,7 @@ def state_of(accumulator):
     [
         ([1.0], 1, "one gradient for each of the 2 variables.*Received: 1 gradients"),
         ([[1.0], None], 1, r"Received: a gradient of shape \(1,\) for .* of shape \(\)"),
-        ([1.0, None], -1, "finite number, 0 or more.*Received: weight=-1.0"),
+        ([1.0, None], -1, "finite number, 0 or more.*Received: weight=-1"),
         ([1.0, None], float("nan"), "finite number, 0 or more.*Received: weight=nan"),
         ([1.0, None], float("inf"), "finite number, 0 or more.*Received: weight=inf"),
         ([1.0, None], None, "weight= is required.*weight=len"),

@@ -632,3 +632,103 @@ def test_in_a_train_step_of_a_model():
         model.fit(x, y[..., None], batch_size=5, epochs=2, shuffle=False, verbose=0)
         models.append(model)
     assert_close(models[1].variables, models[0].variables)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("form", ["losses and weights", "scalar and weight"])
+def test_weights_that_are_learned(form, mode):
+    x, y, _ = data(7)
+    variables = linear()
+
+    def parts(x, y):
+        losses = token_losses(variables, x, y)
+        return losses, tf.exp(-losses * variables[1])
+
+    def loss_fn(micro_batch):
+        return FORMS[form][0](*parts(*micro_batch))
+
+    def accumulated(batch):
+        return value_and_gradients(loss_fn, variables, batch, micro_batch_size=3)
+
+    with tf.GradientTape() as tape:
+        expected = FORMS[form][1](*parts(x, y))
+    assert_close(call(mode, accumulated, (x, y)), (expected, tape.gradient(expected, variables)))
+
+
+def test_weights_beyond_the_range_of_float32():
+    v = tf.Variable(2.0, dtype=tf.float64)
+    x = tf.range(1, 6, dtype=tf.float64)
+    loss, gradient = value_and_gradients(
+        lambda x: (v * tf.reduce_mean(x), 1e60 * tf.cast(tf.size(x), tf.float64)),
+        v,
+        x,
+        micro_batch_size=2,
+    )
+    assert_close((loss, gradient), (6.0, 3.0))
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_regularised_layer_that_is_built_in_loss_fn(mode):
+    w = tf.Variable(2.0, dtype=tf.float64)
+    net = keras.Sequential([layers.Dense(1, kernel_regularizer="l2")])
+    x = data()[0][:, 0]
+
+    def loss_fn(x):
+        return net(x * w)[:, 0] + sum(net.losses)
+
+    loss, _ = call(mode, lambda x: value_and_gradients(loss_fn, w, x, micro_batch_size=3), x)
+    assert_close(loss, tf.reduce_mean(loss_fn(x)))
+
+
+def test_nothing_to_train():
+    with pytest.raises(ValueError, match=r"variables is empty.*build it first"):
+        value_and_gradients(lambda x: x, [], tf.range(3.0), micro_batch_size=2)
+
+
+def test_things_that_are_no_batch_and_no_losses():
+    v, x = tf.Variable(2.0), tf.range(6.0)
+    dataset = tf.data.Dataset.from_tensor_slices(x).batch(2)
+    with pytest.raises(ValueError, match=r"Received: a tf\.data\.Dataset.*one of its elements"):
+        value_and_gradients(lambda x: v * x, v, dataset, micro_batch_size=2)
+    with pytest.raises(ValueError, match=r"loss_fn must return losses.*Received: {'loss'"):
+        value_and_gradients(lambda x: {"loss": v * x}, v, x, micro_batch_size=2)
+
+    def of_unknown_rank(x):
+        return tf.py_function(lambda x: x, [v * x], tf.float32)
+
+    @tf.function
+    def losses(x):
+        return value_and_gradients(of_unknown_rank, v, x, micro_batch_size=2)
+
+    @tf.function
+    def aux(x):
+        return value_and_gradients(
+            lambda x: (v * x, of_unknown_rank(x)), v, x, micro_batch_size=2, has_aux=True
+        )
+
+    with pytest.raises(ValueError, match=r"known rank.*set_shape"):
+        losses(x)
+    with pytest.raises(ValueError, match=r"known ranks.*set_shape"):
+        aux(x)
+
+
+def test_weights_that_broadcast_are_refused_everywhere():
+    v = tf.Variable(2.0, dtype=tf.float64)
+    x = tf.range(6, dtype=tf.float64)
+
+    def broadcast(x):
+        return value_and_gradients(lambda x: (v * x, x[:1]), v, x, micro_batch_size=2)
+
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        call("compiled, unknown size", broadcast, x)
+    ragged = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0]], dtype=tf.float64)
+    with pytest.raises(ValueError, match="ragged losses, and weights of type"):
+        value_and_gradients(
+            lambda r: (v * r, tf.ones([2, 1], tf.float64)), v, ragged, micro_batch_size=2
+        )
+    with pytest.raises(tf.errors.InvalidArgumentError, match="same shape"):
+        value_and_gradients(
+            lambda r: (v * r, tf.ones_like(r)[:, :1]), v, ragged, micro_batch_size=2
+        )
+    loss, _ = value_and_gradients(lambda r: (v * r, r), v, ragged, micro_batch_size=2)
+    assert_close(loss, 2 * 30 / 10)

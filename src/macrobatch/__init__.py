@@ -17,21 +17,16 @@ from macrobatch import _checks
 from macrobatch._accumulator import GradientAccumulator
 from macrobatch._checks import ExactnessWarning
 
+__version__ = "0.1.0"
+
+__all__ = ["ExactnessWarning", "GradientAccumulator"]
+
 if _checks.has_keras_3():
     from macrobatch._gradients import value_and_gradients
     from macrobatch._keras import accumulate, release
+
+    __all__ += ["accumulate", "release", "value_and_gradients"]
 else:
 
     def __getattr__(name: str) -> None:
-        _checks.known_here(name, __all__)
-
-
-__version__ = "0.1.0"
-
-__all__ = [
-    "ExactnessWarning",
-    "GradientAccumulator",
-    "accumulate",
-    "release",
-    "value_and_gradients",
-]
+        _checks.known_here(name)

@@ -3,12 +3,12 @@
 The update is made from sum(weight * gradient) / sum(weight) over a window of micro-batches.
 """
 
-from typing import Any, Callable, Optional, TypeVar
+from typing import Any, Callable, List, Optional, Tuple, TypeVar
 
 import tensorflow as tf
 
 from macrobatch import _checks, _replicas, _split, _sums
-from macrobatch._window import ROWS, Window
+from macrobatch._window import ROWS, Window, when
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -79,6 +79,7 @@ class GradientAccumulator(tf.Module):
         self._nonfinite = _checks.one_of("nonfinite", nonfinite, policies)
         _checks.applies_gradients(optimizer, self._nonfinite)
         variables = tf.nest.flatten(variables)
+        _checks.no_variables(variables)
         for variable in variables:
             _checks.variable(variable)
         self._strategy = _replicas.strategy_of(variables)
@@ -117,28 +118,32 @@ class GradientAccumulator(tf.Module):
 
         Raises:
             ValueError: if the gradients do not fit the variables, or for a weight that is missing,
-                negative or not finite. Nothing has changed then.
+                negative or not finite. Nothing has changed then. In a graph it is an
+                InvalidArgumentError where it shows only when it runs; XLA has no such errors, so
+                that weights which are tensors are not checked there.
         """
         _checks.place_to_add(self._strategy, _replicas.in_replica(), _replicas.count())
         gradients = _checks.gradients(gradients, self._variables)
         _checks.weight(weight, self._reduction)
+        _checks.raises_in_xla(self._nonfinite, _split.in_xla())
         gradients = self._window.prepared(gradients)
-        good = tf.constant(True)
+        checks = [(_have_shapes(gradients, self._variables), _checks.GRADIENT_SHAPES)]
         if weight is not None:
             weight = tf.cast(weight, self._window.total.dtype)
             good = tf.logical_and(weight >= 0, tf.math.is_finite(weight))
+            checks.append((good, _checks.WEIGHT))
+        if self._nonfinite == "raise":
+            checks.append((_sums.are_finite(gradients), _checks.NOT_FINITE))
 
         def hold() -> None:
             self._window.add(gradients, weight)
 
-        with _asserted(good, _checks.WEIGHT):
-            if self._nonfinite == "propagate":
-                hold()
-            elif self._nonfinite == "skip":
-                _when(_sums.are_finite(gradients), hold, lambda: self._skipped.assign_add(1.0))
+        with _asserted(*checks):
+            if self._nonfinite == "skip":
+                finite = _sums.are_finite(gradients)
+                when(finite, hold, lambda: self._skipped.assign_add(1.0))
             else:
-                with _asserted(_sums.are_finite(gradients), _checks.NOT_FINITE):
-                    hold()
+                hold()
 
     @_as_it_is
     def apply(self) -> None:
@@ -149,7 +154,8 @@ class GradientAccumulator(tf.Module):
         """
         self._check_place("apply")
         _checks.applies_in_xla(not _split.in_xla())
-        with _asserted(_replicas.read(self._window.pending) > 0, _checks.EMPTY_WINDOW):
+        some = _replicas.read(self._window.pending) > 0
+        with _asserted((some, _checks.EMPTY_WINDOW)):
             self._apply()
 
     @_as_it_is
@@ -173,9 +179,10 @@ class GradientAccumulator(tf.Module):
             gradients = tf.nest.flatten(gradients)
             complete = all(g is not None for g in gradients) and not kinds[ROWS].any()
             _checks.applies_in_xla(complete)
-            _when(full, lambda: self._update(kinds))
+            self._window.refuse_rows()
+            when(full, lambda: self._update(kinds))
         else:
-            _when(full, self._apply)
+            when(full, self._apply)
         return bool(full) if tf.executing_eagerly() else full
 
     @_as_it_is
@@ -188,7 +195,7 @@ class GradientAccumulator(tf.Module):
         self._check_place("flush")
         _checks.applies_in_xla(not _split.in_xla())
         some = _replicas.read(self._window.pending) > 0
-        _when(some, self._apply)
+        when(some, self._apply)
         return bool(some) if tf.executing_eagerly() else some
 
     @_as_it_is
@@ -218,29 +225,40 @@ class GradientAccumulator(tf.Module):
         if tf.executing_eagerly():
             self._update(_replicas.read(self._window.arrivals).numpy() > 0)
             return
-        # Which gradients an update has is fixed in a graph. It is those that have come so far; for
-        # a window with others (because two functions with other gradients share it), leave the
-        # graph.
+        # In a graph it is fixed which gradients an update has: those that have come so far. For a
+        # window with others, because nothing had come yet or because it is shared by functions
+        # with different gradients, leave the graph.
         kinds = self._window.kinds()
-        expected = tf.reduce_all(tf.equal(_replicas.read(self._window.arrivals) > 0, kinds))
+        as_expected = tf.reduce_all(tf.equal(_replicas.read(self._window.arrivals) > 0, kinds))
+
+        def update() -> None:
+            if kinds.any():
+                self._update(kinds)
 
         def leave() -> None:
-            done = tf.py_function(self._apply_and_say_so, [], tf.bool)
-            with tf.control_dependencies([done]):
-                for weight in self._weights if self._strategy is None else []:
-                    weight.assign_add(tf.zeros_like(weight))  # what reads it later has to wait
+            with tf.control_dependencies([tf.py_function(self._apply_eagerly, [], tf.bool)]):
+                # What is read later in the graph must wait: it does, for what is written here.
+                for variable in self._everything():
+                    for part in _replicas.parts(self._strategy, variable):
+                        part.assign_add(tf.zeros_like(part))
 
-        if kinds.any():
-            _when(expected, lambda: self._update(kinds), leave)
-        else:
-            leave()
+        when(tf.logical_and(as_expected, bool(kinds.any())), update, leave)
 
-    def _apply_and_say_so(self) -> bool:
+    def _apply_eagerly(self) -> bool:
         self._apply()
         return True
 
+    def _everything(self) -> List[Any]:
+        """The variables that an update writes, as far as they are known."""
+        window, variables = self._window, getattr(self.optimizer, "variables", [])
+        variables = variables() if callable(variables) else variables
+        of_optimizer = [_replicas.tf_variable(variable) for variable in variables]
+        counts = [window.pending, window.total, window.arrivals]
+        return [*self._weights, *of_optimizer, *counts, *window.variables_of_sums()]
+
     def _update(self, kinds: Any) -> None:
-        """Updates from gradients of these kinds, and starts a new window."""
+        """Updates from gradients of these kinds, and begins a new window."""
+        _checks.some_gradients(kinds.any())
         total = _replicas.read(self._window.total)
         one = tf.ones_like(total)
         factor = one if self._reduction == "sum" else tf.math.divide_no_nan(one, total)
@@ -258,23 +276,23 @@ def _count(variable: Any) -> Any:
     return int(count) if tf.executing_eagerly() else count
 
 
-def _when(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any] = tf.no_op) -> None:
-    """Calls one of two functions, now or in the graph."""
-    if tf.executing_eagerly():
-        (then if condition else otherwise)()
-        return
-
-    def branch(function: Callable[[], Any]) -> Any:
-        function()
-        return tf.constant(True)
-
-    tf.cond(condition, lambda: branch(then), lambda: branch(otherwise))
+def _have_shapes(gradients: List[Any], variables: List[Any]) -> Any:
+    """Whether gradients whose shapes a graph does not know have those of their variables."""
+    fit = [tf.constant(True)]
+    for gradient, variable in zip(gradients, variables):
+        unknown = tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices)
+        if unknown and not gradient.shape.is_fully_defined():
+            shape = tf.TensorShape(variable.shape).as_list()
+            fit.append(tf.reduce_all(tf.equal(tf.shape(gradient), shape)))
+    return tf.reduce_all(tf.stack(fit))
 
 
-def _asserted(condition: Any, message: str) -> Any:
-    """A context that is entered only if the condition holds. XLA, for one, drops assertions."""
+def _asserted(*checks: Tuple[Any, str]) -> Any:
+    """A context that is entered only if all conditions hold. XLA drops assertions."""
     if not tf.executing_eagerly():
-        return tf.control_dependencies([tf.debugging.Assert(condition, [message])])
-    if not condition:
-        raise ValueError(message)
+        assertions = [tf.debugging.Assert(condition, [message]) for condition, message in checks]
+        return tf.control_dependencies(assertions)
+    for condition, message in checks:
+        if not condition:
+            raise ValueError(message)
     return tf.control_dependencies([])

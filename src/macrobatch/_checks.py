@@ -26,9 +26,9 @@ def has_keras_3() -> bool:
     return (int(major), int(minor)) >= (2, 16)
 
 
-def known_here(name: str, names: Sequence[str]) -> None:
+def known_here(name: str) -> None:
     """Raises for a name of the package that this TensorFlow is too old for, or that is unknown."""
-    if name in names:
+    if name in ("accumulate", "release", "value_and_gradients"):
         raise ImportError(
             f"macrobatch.{name} needs TensorFlow 2.16 or newer, with Keras 3.12 or newer. "
             f"Received: TensorFlow {tf.__version__}, on which macrobatch offers "
@@ -121,11 +121,15 @@ def optimizer(value: Any) -> None:
             f"Received: gradient_accumulation_steps={value.gradient_accumulation_steps} on "
             f"{type(value).__name__}. Leave it out: macrobatch makes one whole update per batch."
         )
+    for each in inner_optimizers(value):
+        optimizer(each)
+
+
+def inner_optimizers(value: Any) -> List[Any]:
+    """The optimizers that an optimizer is made of."""
     # LossScaleOptimizer has an inner optimizer, MultiOptimizer several, with no public name.
     inner = [getattr(value, "inner_optimizer", None), *getattr(value, "_inner_optimizers", ())]
-    for each in inner:
-        if each is not None:
-            optimizer(each)
+    return [each for each in inner if each is not None]
 
 
 def splittable_layers(layers: Iterable[Any]) -> None:
@@ -200,8 +204,37 @@ LOSSES_PER_EXAMPLE = (
 def values_per_example(values: int, examples: Any, message: str) -> None:
     """Raises if there are another number of values than there are examples."""
     # A size that is known although the number of examples is not, is not that number.
-    if values != (examples if isinstance(examples, int) else None):
-        raise ValueError(message)
+    known = examples if isinstance(examples, int) else None
+    if values != known:
+        of = "an unknown number of" if known is None else known
+        raise ValueError(f"{message} (Here: {values} values for {of} examples.)")
+
+
+def ragged_weights(weights: Any) -> None:
+    """Raises unless the weights of ragged losses are ragged too."""
+    if not isinstance(weights, tf.RaggedTensor):
+        raise ValueError(
+            f"{WEIGHTS_LIKE_LOSSES} Received: ragged losses, and weights of type "
+            f"{type(weights).__name__}. Make the weights ragged, with the same rows."
+        )
+
+
+def is_one_batch(batch: Any) -> None:
+    """Raises for a dataset in place of one of its elements."""
+    if any(isinstance(leaf, tf.data.Dataset) for leaf in tf.nest.flatten(batch)):
+        raise ValueError(
+            "batch must be a nest of tensors. Received: a tf.data.Dataset. Pass one of its "
+            "elements at a time: for batch in dataset.batch(512): ..."
+        )
+
+
+def aux_has_rank(leaf: Any) -> None:
+    """Raises for auxiliary values of which a graph cannot know how to join them."""
+    if leaf.shape.rank is None:
+        raise ValueError(
+            "In a graph, aux must have known ranks. Received: a tensor of unknown rank, as "
+            "tf.py_function returns it. Set it with tensor.set_shape(...)."
+        )
 
 
 WEIGHTS_LIKE_LOSSES = "loss_fn must return losses and weights of the same shape."
@@ -240,13 +273,24 @@ def with_aux(result: Any) -> Tuple[Any, Any]:
 def losses_and_weights(result: Any) -> Tuple[Any, Any]:
     """The losses that `loss_fn` returned, and their weights or None."""
     pair = result if isinstance(result, (tuple, list)) else (result, None)
+    error = ValueError(
+        "loss_fn must return losses with the examples first, (losses, weights), a scalar, or "
+        f"(scalar, weight). Received: {result!r}. If it also returns other values, pass "
+        "has_aux=True."
+    )
     if len(pair) != 2 or pair[0] is None:
-        raise ValueError(
-            "loss_fn must return losses with the examples first, (losses, weights), a scalar, or "
-            f"(scalar, weight). Received: {result!r}. If it also returns other values, pass "
-            "has_aux=True."
+        raise error
+    try:
+        losses, weights = (
+            v if v is None or tf.is_tensor(v) else tf.convert_to_tensor(v) for v in pair
         )
-    losses, weights = (v if v is None or tf.is_tensor(v) else tf.convert_to_tensor(v) for v in pair)
+    except (TypeError, ValueError):
+        raise error from None
+    if losses.shape.rank is None or (weights is not None and weights.shape.rank is None):
+        raise ValueError(
+            "loss_fn must return losses of a known rank. Received: losses or weights of unknown "
+            "rank, as tf.py_function returns them. Set it with losses.set_shape([None])."
+        )
     if not losses.dtype.is_floating:
         raise ValueError(
             "loss_fn must return losses of a floating-point dtype. "
@@ -304,8 +348,7 @@ def applies_gradients(value: Any, nonfinite: str) -> None:
             f"tf.compat.v1.train have. Received: {value!r} (of type {type(value).__name__})."
         )
     optimizer(value)
-    scales = any("LossScaleOptimizer" in each.__name__ for each in type(value).__mro__)
-    if nonfinite == "skip" and scales and getattr(value, "dynamic", True):
+    if nonfinite == "skip" and _has_dynamic_scale(value):
         raise ValueError(
             'nonfinite="skip" would hide from the optimizer the overflows that its dynamic loss '
             f'scale reacts to. Received: nonfinite="skip" with {type(value).__name__}. '
@@ -313,9 +356,30 @@ def applies_gradients(value: Any, nonfinite: str) -> None:
         )
 
 
+def _has_dynamic_scale(value: Any) -> bool:
+    if not any("LossScaleOptimizer" in each.__name__ for each in type(value).__mro__):
+        return False
+    # Up to TensorFlow 2.3 and in tf.compat.v1 the scale is an object.
+    scale = getattr(value, "loss_scale", getattr(value, "_loss_scale", None))
+    fixed = type(scale).__name__ == "FixedLossScale"
+    return bool(getattr(value, "dynamic", not fixed))
+
+
+def no_variables(variables: Sequence[Any]) -> None:
+    """Raises if there is nothing to train."""
+    if not variables:
+        raise ValueError(
+            "There must be at least one variable. Received: variables is empty. If they are those "
+            "of a model, build it first: model.build(...), or call it once."
+        )
+
+
 def gradients(value: Any, variables: Sequence[Any]) -> List[Any]:
     """Returns gradients as a list, if they fit the variables."""
-    flat = tf.nest.flatten(value)
+    flat = [
+        g if g is None or tf.is_tensor(g) else tf.convert_to_tensor(g)
+        for g in tf.nest.flatten(value)
+    ]
     if len(flat) != len(variables):
         raise ValueError(
             f"There must be one gradient for each of the {len(variables)} variables, None where "
@@ -337,6 +401,30 @@ def gradients(value: Any, variables: Sequence[Any]) -> List[Any]:
                 "the gradients in the order of the variables."
             )
     return flat
+
+
+GRADIENT_SHAPES = (
+    "Each gradient must have the shape of its variable. Received: one of another shape. Give the "
+    "gradients in the order of the variables."
+)
+
+
+def some_gradients(there_are: bool) -> None:
+    """Raises for an update without any gradient."""
+    if not there_are:
+        raise ValueError(
+            "No variable got a gradient in this window. Received: None for every variable. Check "
+            "that the loss depends on the variables; reset() forgets the window."
+        )
+
+
+def raises_in_xla(nonfinite: str, in_xla: bool) -> None:
+    """Raises for a policy that XLA has no way for."""
+    if in_xla and nonfinite == "raise":
+        raise ValueError(
+            'nonfinite="raise" cannot work inside a function with jit_compile=True, which has no '
+            'assertions. Use "skip" and look at skipped, or call add() outside of that function.'
+        )
 
 
 WEIGHT = "The weight of a micro-batch must be a finite number, 0 or more."
@@ -363,8 +451,12 @@ def weight(value: Any, reduction: str) -> None:
             f"Received: a value of shape {tuple(value.shape)}. Sum it."
         )
     known = value if tf.executing_eagerly() or not tf.is_tensor(value) else 0
-    if not 0 <= float(known) < float("inf"):
-        raise ValueError(f"{WEIGHT} Received: weight={float(known)}.")
+    try:
+        good = 0 <= float(known) < float("inf")
+    except (TypeError, ValueError):
+        good = False
+    if not good:
+        raise ValueError(f"{WEIGHT} Received: weight={known}.")
 
 
 EMPTY_WINDOW = (

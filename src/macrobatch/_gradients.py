@@ -32,7 +32,8 @@ def value_and_gradients(
     Args:
         loss_fn: a function of a micro-batch, which has the structure of `batch`. It returns
             `losses`, with the examples first: their mean is the loss;
-            or `(losses, weights)` of one shape: sum(losses * weights) / sum(weights) is the loss;
+            or `(losses, weights)` of one shape: sum(losses * weights) / sum(weights) is the loss,
+            also where weights depend on variables;
             or a scalar, which is a mean over the examples of the micro-batch;
             or `(scalar, weight)`, where the scalar is a mean over that weight (tokens, say).
         variables: a nest of variables.
@@ -45,7 +46,8 @@ def value_and_gradients(
     Returns:
         `(loss, gradients)`, or `((loss, aux), gradients)`. The gradients have the structure of
         `variables`; those of variables that the loss does not depend on are None, and those of
-        embeddings are `tf.IndexedSlices` with each row once.
+        embeddings are `tf.IndexedSlices` with each row once. (They are dense in a compiled
+        function, and where a batch touches as many rows as the table has.)
 
     Raises:
         ValueError: if what `loss_fn` returned does not fit the micro-batch, or if the parts of the
@@ -81,6 +83,8 @@ def _value_and_gradients(
 ) -> Tuple[Any, Any]:
     _checks.not_in_several_replicas(_replicas.count(), _replicas.in_replica())
     trained = [_checks.variable(variable) for variable in tf.nest.flatten(variables)]
+    _checks.no_variables(trained)
+    _checks.is_one_batch(batch)
     trained = [_replicas.tf_variable(variable) for variable in trained]
     batch = _split.to_tensors(batch)
     examples = _split.examples_in(batch)
@@ -89,30 +93,35 @@ def _value_and_gradients(
         function.dry_run(_split.first_micro_batch(batch, _split.runs(examples, micro_batch_size)))
 
     def step(micro_batch: Any, state: _State) -> _loop.Part:
-        with tf.GradientTape() as tape:
+        with tf.GradientTape() as tape, tf.GradientTape() as tape_of_weights:
             result, written = function(micro_batch, state.written)
             result, aux = _checks.with_aux(result) if has_aux else (result, ())
             mean = _mean(result, _split.size_of(micro_batch))
-            scale = tf.where(state.scale > 0, state.scale, mean.scale(examples))
+            scale = tf.stop_gradient(mean.scale(examples))
+            scale = tf.where(state.scale > 0, state.scale, scale)
             numerator = mean.numerator / tf.cast(scale, mean.numerator.dtype)
-        gradients = _loop.gradients_of(tape, numerator, trained)
+            denominator = mean.denominator / tf.cast(scale, mean.denominator.dtype)
+        # Mostly weights are constants, and these are None.
+        of_denominator = _loop.gradients_of(tape_of_weights, denominator, trained)
+        del tape_of_weights  # or it would keep activations that the other one is done with
+        of_numerator = _loop.gradients_of(tape, numerator, trained)
         if mean.may_be_empty:
             there = tf.not_equal(mean.denominator, 0)
-            gradients = [_sums.scaled(_sums.widened(g), there) for g in gradients]
-        denominator = mean.denominator / tf.cast(scale, mean.denominator.dtype)
-        return _loop.Part([numerator, denominator, *gradients], _State(scale, written), aux=aux)
+            of_numerator = [_sums.scaled(_sums.widened(g), there) for g in of_numerator]
+        sums = [numerator, denominator, *of_numerator, *of_denominator]
+        return _loop.Part(sums, _State(scale, written), aux=aux)
 
     start = _State(tf.zeros([]), function.written.start())
-    sums, state, _, aux = _loop.sum_over_micro_batches(
+    (numerator, denominator, *sums), state, _, aux = _loop.sum_over_micro_batches(
         step, batch, examples, micro_batch_size, start
     )
-    numerator, denominator, *sums = sums
+    # d(N / D) = (dN - N / D * dD) / D
     factor = tf.math.divide_no_nan(tf.ones_like(denominator), denominator)
     loss = numerator * factor
-    gradients = [
-        _sums.cast(_sums.scaled(total, factor), variable.dtype)
-        for total, variable in zip(sums, trained)
-    ]
+    gradients = []
+    for variable, of_numerator, of_denominator in zip(trained, sums, sums[len(trained) :]):
+        gradient = _sums.add(of_numerator, _sums.scaled(of_denominator, -loss))
+        gradients.append(_sums.cast(_sums.scaled(gradient, factor), variable.dtype))
     with _loop.after((loss, gradients, aux)):
         function.written.write(state.written)
     gradients = tf.nest.pack_sequence_as(variables, gradients)
@@ -139,7 +148,8 @@ class _Mean(NamedTuple):
         """The denominator of the whole batch, if the rest is like this micro-batch."""
         examples = tf.cast(examples, tf.float32)
         scale = examples * tf.cast(self.elements_per_example, tf.float32)
-        return tf.where(scale > 0, scale, examples)
+        good = tf.logical_and(scale > 0, tf.math.is_finite(scale))
+        return tf.where(good, scale, examples)
 
 
 def _mean(result: Any, examples: Any) -> _Mean:
@@ -154,10 +164,11 @@ def _mean(result: Any, examples: Any) -> _Mean:
         numerator = tf.math.multiply_no_nan(losses, weight)
         return _Mean(numerator, weight, weight / count, may_be_empty=True)
     losses = _split.of_examples(losses, examples, _checks.LOSSES_PER_EXAMPLE)
+    if weights is not None:
+        weights = tf.cast(_split.of_shape_of(losses, weights), losses.dtype)
     elements = tf.cast(tf.size(losses), losses.dtype)
     if weights is None:
         return _Mean(tf.reduce_sum(losses), elements, elements / count, may_be_empty=False)
-    weights = tf.cast(_split.of_shape_of(losses, weights), losses.dtype)
     numerator, denominator = tf.reduce_sum(losses * weights), tf.reduce_sum(weights)
     return _Mean(numerator, denominator, elements / count, may_be_empty=False)
 

@@ -15,7 +15,7 @@ from typing import Any, Callable, List, NamedTuple
 
 import tensorflow as tf
 
-from macrobatch import _split, _sums
+from macrobatch import _checks, _split, _sums
 
 
 class Part(NamedTuple):
@@ -170,6 +170,7 @@ def _run_in_graph(step: Step, batch: Any, runs: List[_split.Run], state: Any) ->
 
 def _array(run: _split.Run, like: Any) -> tf.TensorArray:
     """Room for a value of each micro-batch of a run."""
+    _checks.aux_has_rank(like)
     shape = [None, *like.shape[1:]] if like.shape.rank else []
     return tf.TensorArray(like.dtype, run.count, element_shape=shape, infer_shape=False)
 

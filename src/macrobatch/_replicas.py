@@ -2,6 +2,7 @@
 the other. Without a strategy all of it is plain. Runs on TensorFlow 1.14 too.
 """
 
+import collections
 import functools
 import inspect
 import threading
@@ -122,15 +123,25 @@ def apply_gradients(optimizer: Any, gradients: List[Any], variables: List[Any]) 
         context = tf.distribute.get_replica_context()
         sums = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, there))
         gradients = [g if g is None else _sums.merge_rows(next(sums)) for g in gradients]
-    _reduced.inside = arguments is not None
+    summed = [] if arguments is None else [id(each) for each in _with_inner_ones(optimizer)]
+    with _counting:
+        _reduced.update(summed)
     try:
         optimizer.apply_gradients(list(zip(gradients, variables)), **(arguments or {}))
     finally:
-        _reduced.inside = False
+        with _counting:
+            _reduced.subtract(summed)
 
 
-# Whether this thread, which may be a replica, is in a call with gradients that are summed.
-_reduced = threading.local()
+# How many replicas are in a call with gradients that are summed already, for each optimizer. It
+# counts for all threads, since an optimizer may go on in another one (LossScaleOptimizer does).
+_reduced: "collections.Counter[int]" = collections.Counter()
+_counting = threading.Lock()
+
+
+def _with_inner_ones(optimizer: Any) -> List[Any]:
+    inner = _checks.inner_optimizers(optimizer)
+    return [optimizer, *(one for each in inner for one in _with_inner_ones(each))]
 
 
 def _no_reduction_of_its_own(optimizer: Any) -> Any:
@@ -148,7 +159,7 @@ def _no_reduction_of_its_own(optimizer: Any) -> Any:
 
         @functools.wraps(reduce)
         def reduce_once(self: Any, pairs: Any) -> Any:
-            return list(pairs) if getattr(_reduced, "inside", False) else reduce(self, pairs)
+            return list(pairs) if _reduced[id(self)] > 0 else reduce(self, pairs)
 
         owner._all_reduce_sum_gradients = reduce_once
     return {}

@@ -137,16 +137,15 @@ class Function:
 
         The loop in a graph must know it beforehand. It also makes what variables are missing.
         """
-        with Scope() as scope, _batch_norm.recorded() as calls_of:
-            tf.function(self._function, autograph=False).get_concrete_function(micro_batch)
+        traced = tf.function(self._function, autograph=False)
+        _, scope, calls_of = _run(lambda: traced.get_concrete_function(micro_batch), Scope)
         self._learn(scope, calls_of)
 
     def __call__(self, micro_batch: Any, state: State) -> Tuple[Any, State]:
         """What the function returns, and the state after it."""
-        with self.written.scope(state) as scope, _batch_norm.recorded() as calls_of:
-            result = self._function(micro_batch)
-        if scope.made_variables:  # They had no value in there.
-            return self(micro_batch, state)
+        result, scope, calls_of = _run(
+            lambda: self._function(micro_batch), lambda: self.written.scope(state)
+        )
         if tf.executing_eagerly():
             self._learn(scope, calls_of)
         return result, self.written.after(state, scope, calls_of)
@@ -158,6 +157,20 @@ class Function:
         decaying = [layer.name for layer in self.written.decaying]
         for message in _checks.inexact(normalizing, decaying):
             _checks.warn_once(self.written.normalizing[0], message)
+
+
+def _run(function: Callable[[], Any], make_scope: Callable[[], Scope]) -> Any:
+    """Runs a function in a scope. Returns its result, the scope, and what was recorded in it."""
+    scope = make_scope()
+    try:
+        with scope, _batch_norm.recorded() as calls_of:
+            result = function()
+    except Exception:
+        if not scope.made_variables:
+            raise
+    if scope.made_variables:  # They had no value in there: now they have.
+        return _run(function, make_scope)
+    return result, scope, calls_of
 
 
 def converted(function: Callable[[Any], Any]) -> Callable[[Any], Any]:

@@ -3,7 +3,7 @@ saved in its middle. Each replica holds a part of them. Runs on TensorFlow 1.14 
 """
 
 import functools
-from typing import Any, List
+from typing import Any, Callable, List
 
 import numpy as np
 import tensorflow as tf
@@ -19,7 +19,8 @@ class Window(tf.Module):
     """The sums of weight * gradient and of weight.
 
     Sums are made when the first gradient of their kind arrives: a table whose gradients are rows
-    has no dense sum.
+    has no dense sum. What a sum holds counts only if something has arrived since the window began;
+    otherwise it is left over from another one.
 
     Attributes:
         pending: the number of micro-batches held. It is a float, as is any count here, because a
@@ -31,6 +32,7 @@ class Window(tf.Module):
     def __init__(self, variables: List[Any], strategy: Any):
         super().__init__(name="window")
         self._making = False
+        self._dense_only = False
         self._strategy = strategy
         self._shapes = tuple(tuple(tf.TensorShape(v.shape).as_list()) for v in variables)
         self._dtypes = tuple(tf.as_dtype(v.dtype) for v in variables)
@@ -45,7 +47,7 @@ class Window(tf.Module):
             _sums.cast(gradient, _sums.wide(dtype), tf.int64)
             for gradient, dtype in zip(gradients, self._dtypes)
         ]
-        if _split.in_xla():  # which has no tensors of unknown size, so no rows
+        if self._dense_only or _split.in_xla():  # XLA has no tensors of unknown size, so no rows
             gradients = [_sums.dense(gradient) for gradient in gradients]
         for kind, index in np.argwhere(_kinds_of(gradients)):
             if not self._has_sum(kind, index):
@@ -54,37 +56,49 @@ class Window(tf.Module):
 
     def add(self, gradients: List[Any], weight: Any) -> None:
         """Adds prepared gradients; with a weight of None, as they are."""
-        for index, gradient in enumerate(gradients):
-            if weight is not None:
-                gradient = _sums.scaled(gradient, weight)
-            if isinstance(gradient, tf.IndexedSlices):
-                values, indices = self._sum(ROWS, index)
-                rows = _sums.merge_rows(_sums.add(self._rows(index), gradient))
-                values.assign(rows.values)
-                indices.assign(rows.indices)
-            elif gradient is not None:
-                self._sum(DENSE, index)[0].assign_add(gradient)
+        kinds = _kinds_of(gradients)
         if weight is not None:
-            self.total.assign_add(weight)
-        self.arrivals.assign_add(_kinds_of(gradients).astype("float32"))
-        self.pending.assign_add(1.0)
+            gradients = [_sums.scaled(gradient, weight) for gradient in gradients]
+        arrived = _replicas.local(self.arrivals) > 0
+        # Mostly all have arrived before: then a graph needs no choice for each variable.
+        done = when(
+            tf.reduce_all(tf.logical_or(arrived, np.logical_not(kinds))),
+            lambda: self._add_to_sums(gradients),
+            lambda: self._add_to_sums(gradients, arrived),
+        )
+        # Whoever sees these counts sees the sums.
+        with tf.control_dependencies([done]):
+            if weight is not None:
+                self.total.assign_add(weight)
+            self.arrivals.assign_add(kinds.astype("float32"))
+            self.pending.assign_add(1.0)
 
     def gradients(self, kinds: Any, factor: Any) -> List[Any]:
         """The sums of these kinds times a factor: in a replica, its part of them."""
+        arrived = _replicas.local(self.arrivals) > 0
         gradients = []
         for index, dtype in enumerate(self._dtypes):
             total = None
             if kinds[DENSE, index]:
                 total = _replicas.local(self._sum(DENSE, index)[0])
+                total = _sums.scaled(total, arrived[DENSE, index])
             if kinds[ROWS, index]:
-                total = _sums.add(total, self._rows(index))
+                total = _sums.add(total, self._rows(index, arrived[ROWS, index]))
             gradients.append(_sums.cast(_sums.scaled(total, factor), dtype))
         return gradients
 
     def clear(self) -> None:
-        """Forgets everything."""
-        for variable in [*self._sums(), self.pending, self.total, self.arrivals]:
+        """Begins a new window."""
+        for variable in (self.pending, self.total, self.arrivals):
             variable.assign(_nothing(variable))
+
+    def refuse_rows(self) -> None:
+        """Makes all gradients dense from now on, for updates that expect nothing else."""
+        self._dense_only = True
+
+    def variables_of_sums(self) -> List[Any]:
+        """The variables behind all sums that there are."""
+        return [variable for k, i in np.argwhere(self.kinds()) for variable in self._sum(k, i)]
 
     def kinds(self) -> Any:
         """The kinds of gradients that have come so far, in this window or before."""
@@ -101,12 +115,29 @@ class Window(tf.Module):
     def _sum(self, kind: int, index: int) -> List[Any]:
         return [getattr(self, name) for name in self._names(kind, index)]
 
-    def _sums(self) -> List[Any]:
-        return [variable for k, i in np.argwhere(self.kinds()) for variable in self._sum(k, i)]
-
-    def _rows(self, index: int) -> Any:
+    def _rows(self, index: int, arrived: Any) -> Any:
+        """The rows of a sum, none of them if nothing has arrived."""
         values, indices = (_replicas.local(variable) for variable in self._sum(ROWS, index))
-        return tf.IndexedSlices(values, indices, tf.constant(self._shapes[index], tf.int64))
+        end = tf.where(arrived, tf.int32.max, 0)  # a slice ends where its tensor does, at most
+        shape = tf.constant(self._shapes[index], tf.int64)
+        return tf.IndexedSlices(values[:end], indices[:end], shape)
+
+    def _add_to_sums(self, gradients: List[Any], arrived: Any = None) -> None:
+        """Adds to sums; where nothing has arrived, what a sum holds is replaced."""
+        for index, gradient in enumerate(gradients):
+            if isinstance(gradient, tf.IndexedSlices):
+                values, indices = self._sum(ROWS, index)
+                rows = self._rows(index, True if arrived is None else arrived[ROWS, index])
+                rows = _sums.merge_rows(_sums.add(rows, gradient))
+                values.assign(rows.values)
+                indices.assign(rows.indices)
+            elif gradient is not None:
+                (total,) = self._sum(DENSE, index)
+                if arrived is None:
+                    total.assign_add(gradient)
+                else:
+                    kept = _sums.scaled(_replicas.local(total), arrived[DENSE, index])
+                    total.assign(kept + gradient)
 
     def _make_sum(self, kind: int, index: int) -> None:
         shape = self._shapes[index]
@@ -129,12 +160,8 @@ class Window(tf.Module):
     def _lookup_dependency(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """What a checkpoint that is being restored has under a name."""
         kind, _, index = name.partition("_")
-        if name == "arrivals" and hasattr(self, name):
-            # A sum that the checkpoint does not have was not there when it was saved.
-            for variable in self._sums():
-                for part in _replicas.parts(self._strategy, variable):
-                    part.assign(_nothing(part))
-        elif kind in ("dense", "values", "indices") and index.isdigit() and not self._making:
+        of_sums = kind in ("dense", "values", "indices") and index.isdigit()
+        if of_sums and int(index) < len(self._shapes) and not self._making:
             # The checkpoint has a sum that this process may not have made yet.
             if not hasattr(self, name):
                 self._make_sum(DENSE if kind == "dense" else ROWS, int(index))
@@ -144,13 +171,22 @@ class Window(tf.Module):
     @property
     def _checkpoint_dependencies(self) -> Any:
         """What a checkpoint saves."""
-        self._align_rows()
+        if self._strategy is not None and tf.executing_eagerly():
+            self._tidy_up()
+            self._align_rows()
         return super()._checkpoint_dependencies
 
+    def _tidy_up(self) -> None:
+        """Clears what is left over from another window, so that it is not summed over replicas."""
+        arrivals = [part.numpy() for part in _replicas.parts(self._strategy, self.arrivals)]
+        for kind, index in np.argwhere(self.kinds()):
+            for variable in self._sum(kind, index):
+                for part, arrived in zip(_replicas.parts(self._strategy, variable), arrivals):
+                    if not arrived[kind, index]:
+                        part.assign(_nothing(part))
+
     def _align_rows(self) -> None:
-        """Gives all replicas the same rows, so that they can be summed in a checkpoint."""
-        if self._strategy is None or not tf.executing_eagerly():
-            return
+        """Gives all replicas the same rows, so that they can be summed."""
         for _, index in np.argwhere(self.kinds()[[ROWS]]):
             both = (_replicas.parts(self._strategy, v) for v in self._sum(ROWS, index))
             replicas = list(zip(*both))
@@ -173,3 +209,16 @@ def _kinds_of(gradients: List[Any]) -> Any:
 def _nothing(variable: Any) -> Any:
     """Zeros for a variable; none where its shape is unknown."""
     return tf.zeros([size or 0 for size in variable.shape.as_list()], variable.dtype)
+
+
+def when(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any] = tf.no_op) -> Any:
+    """Calls one of two functions, now or in the graph. What it returns is there afterwards."""
+    if tf.executing_eagerly():
+        (then if condition else otherwise)()
+        return tf.constant(True)
+
+    def branch(function: Callable[[], Any]) -> Any:
+        function()
+        return tf.constant(True)
+
+    return tf.cond(condition, lambda: branch(then), lambda: branch(otherwise))
