@@ -68,6 +68,7 @@ test-tf1:
 
 # Without pyproject.toml's options for pytest, which make errors of TensorFlow 1.14's own warnings, and without conftest.py,
 # which is for Keras 3. The silent line makes sure that the tests get the package from the wheel.
+pytest-tf1: export PYTHONPATH =
 pytest-tf1: .venv-tf1/installed
 	rm -rf build/tf1
 	.venv-tf1/bin/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir build/tf1 .
