@@ -15,6 +15,7 @@ def run(mode, x, table, size, signature=None):
         rows = tape.gradient(loss, table)
         dense = tf.cast(tf.reduce_sum(micro_batch), tf.float32) * tf.ones([2])
         aux = {"each": micro_batch * 2, "count": tf.size(micro_batch), "none": None}
+        aux["empty"] = tf.zeros([tf.size(micro_batch), 0])
         return _loop.Part([dense, None, rows], state + 1, tf.reduce_sum(micro_batch), aux)
 
     def whole(x):
@@ -44,6 +45,7 @@ def test_the_loop(mode, known, size, count, last):
     np.testing.assert_array_equal(aux["each"], x * 2)
     np.testing.assert_array_equal(aux["count"], np.diff([*range(0, 7, size), 7]))
     assert aux["none"] is None
+    assert aux["empty"].shape == [7, 0]
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])

@@ -172,14 +172,17 @@ def _array(run: _split.Run, like: Any) -> tf.TensorArray:
     """Room for a value of each micro-batch of a run."""
     _checks.aux_has_rank(like)
     shape = [None, *like.shape[1:]] if like.shape.rank else []
-    return tf.TensorArray(like.dtype, run.count, element_shape=shape, infer_shape=False)
+    # XLA compiles the loop also for a tail that is empty, and writes to an array that must not be.
+    size = run.count if isinstance(run.count, int) else tf.maximum(run.count, 1)
+    return tf.TensorArray(like.dtype, size, element_shape=shape, infer_shape=False)
 
 
 def _collected(run: _split.Run, array: tf.TensorArray, like: Any) -> Any:
     """The values of all micro-batches of a run: one after the other, scalars stacked."""
-    if not like.shape.rank:
-        return array.stack()
-    if not run.static:
+    if like.shape.rank and not run.static:
         return array.concat()
-    values = array.stack()  # In XLA, where sizes are static, arrays can only be stacked.
-    return tf.reshape(values, tf.concat([[-1], tf.shape(values)[2:]], 0))
+    values = array.stack()[: run.count]  # In XLA, where sizes are static, arrays can be stacked.
+    if not like.shape.rank:
+        return values
+    shape = tf.shape(values)
+    return tf.reshape(values, tf.concat([shape[:1] * shape[1:2], shape[2:]], 0))
