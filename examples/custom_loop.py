@@ -1,8 +1,8 @@
 """A loop of your own, whole batches in hand: value_and_gradients in place of a GradientTape.
 
 A small tagger of padded sentences, where each batch holds another number of real tokens. It is
-trained three ways: with a tape over the whole batch, with value_and_gradients, and with both of
-them in mixed precision. It prints how far apart the weights end.
+trained with a tape over the whole batch and with value_and_gradients, in float32 and in mixed
+precision. It prints how far apart the weights end.
 
     python examples/custom_loop.py
 """
@@ -99,7 +99,8 @@ def compare(dtype, optimizer):
         pairs = zip(left.trainable_variables, right.trainable_variables)
         return max(float(tf.reduce_max(tf.abs(a - b))) for a, b in pairs)
 
-    print(f"{dtype}: loss {losses[0]:.4f} -> {losses[-1]:.4f}, accumulated {ours[-1]:.4f}")
+    name = optimizer().name
+    print(f"{dtype}, {name}: loss {losses[0]:.4f} -> {losses[-1]:.4f}, accumulated {ours[-1]:.4f}")
     return largest(plain, accumulated), largest(plain, start)
 
 

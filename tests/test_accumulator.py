@@ -647,6 +647,40 @@ def test_more_wrong_micro_batches(gradients, weight, message):
         accumulator.add(gradients, weight=weight)
 
 
+@pytest.mark.parametrize(
+    ("gradients", "message"),
+    [
+        (lambda g, v: zip(g, v), "without the variables"),
+        (lambda g, v: list(zip(g, v)), "without the variables.*Received: 4 gradients"),
+        (lambda g, v: None, "pass tape.gradient.*Received: 1 gradients, None"),
+    ],
+)
+def test_habits_from_apply_gradients(gradients, message):
+    variables, accumulator = sgd_and(0.0, 0.0)
+    ones = [tf.ones([], tf.float64)] * 2
+    with pytest.raises(ValueError, match=message):
+        accumulator.add(gradients(ones, variables), weight=1)
+
+
+@pytest.mark.parametrize("family", ["v1", "tf_keras"])
+def test_variables_of_keras_3_with_other_optimizers(family):
+    if family == "tf_keras" and tf_keras is None:
+        pytest.skip("tf_keras is not installed")
+    make = tf.compat.v1.train.AdamOptimizer if family == "v1" else tf_keras.optimizers.Adam
+    v, plain = keras.Variable(1.0, dtype="float64"), tf.Variable(1.0, dtype=tf.float64)
+    gradient = tf.constant(3.0, tf.float64)
+    make(0.5).apply_gradients([(gradient, plain)])
+    accumulator = GradientAccumulator(make(0.5), [v], steps=1)
+    accumulator.step([gradient], weight=1)
+    assert_same([v], [plain])
+
+
+def test_a_window_of_weight_0_is_an_update_with_gradients_of_0():
+    (v,), accumulator = sgd_and(1.0, steps=1)
+    assert accumulator.step([tf.constant(np.nan, tf.float64)], weight=0)
+    assert (float(v), int(accumulator.optimizer.iterations)) == (1.0, 1)
+
+
 def test_nothing_to_train_and_nothing_to_apply():
     with pytest.raises(ValueError, match=r"variables is empty.*build it first"):
         GradientAccumulator(keras.optimizers.SGD(), [])

@@ -391,7 +391,7 @@ def test_replicas_are_told_where_to_call():
         ValueError, match=r"add\(\) inside strategy.run, and apply\(\) or flush\(\)"
     ):
         accumulator.step([one], weight=1)
-    with pytest.raises(ValueError, match=r"Received: apply\(\) with 2 replicas"):
+    with pytest.raises(ValueError, match=r"Received: apply\(\) inside strategy.run.*2 replicas"):
         per_replica(strategy, accumulator.apply)
     with pytest.raises(ValueError, match="same strategy"):
         macrobatch.GradientAccumulator(optimizer, [inside, outside])
@@ -401,7 +401,6 @@ def test_replicas_are_told_where_to_call():
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.skipif(TF1, reason="TensorFlow 1.14 cannot restore a variable of several replicas")
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (2, 2)])
 def test_a_window_moves_to_another_number_of_replicas(before, after, tmp_path):
     path = None
@@ -413,7 +412,9 @@ def test_a_window_moves_to_another_number_of_replicas(before, after, tmp_path):
         accumulator = macrobatch.GradientAccumulator(optimizer, model.variables)
         checkpoint = checkpoint_of(model, optimizer, accumulator)
         if path:
-            checkpoint.restore(path).assert_consumed()
+            # TensorFlow 1.14 restores variables of replicas in their scope only.
+            with strategy.scope():
+                checkpoint.restore(path).assert_existing_objects_matched()
             assert accumulator.pending == 4
             assert accumulator.total_weight == 10
         add_on_replicas(strategy, model, accumulator, window, tokens[start:], y[start:])

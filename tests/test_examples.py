@@ -6,8 +6,6 @@ import re
 import subprocess
 import sys
 
-import pytest
-
 ROOT = pathlib.Path(__file__).parent.parent
 
 
@@ -38,10 +36,37 @@ def test_stream():
     assert "AutoGraph could not" not in result.stderr
 
 
-@pytest.mark.parametrize("page", ["custom-loops.md"])
-def test_code_on_a_page(page, tmp_path):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+def blocks_of(page):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
+    return blocks
+
+
+def test_code_in_the_documentation(tmp_path):
     script = tmp_path / "page.py"
-    script.write_text("\n".join(blocks))
+    script.write_text("\n".join(blocks_of("docs/custom-loops.md")))
+    run(script)
+
+
+# What the README's code takes for granted.
+GIVEN = """
+import keras, macrobatch, numpy as np, tensorflow as tf
+x = x_val = np.random.default_rng(0).normal(size=[48, 784]).astype("float32")
+y = y_val = np.arange(48) % 10
+model = keras.Sequential([keras.Input([784]), keras.layers.Dense(10)])
+model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+"""
+GIVEN_TO_LOOPS = """
+model = keras.Sequential([keras.Input([784]), keras.layers.Dense(1)])
+y = y[:, None].astype("float32")
+optimizer = keras.optimizers.Adam()
+dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+"""
+
+
+def test_code_in_the_readme(tmp_path):
+    first, use, step, stream = blocks_of("README.md")
+    script = tmp_path / "readme.py"
+    # Its batches are larger than the data here, so that nothing is accumulated: it says so.
+    script.write_text("\n".join([GIVEN, first, use, GIVEN_TO_LOOPS, step, stream]))
     run(script)

@@ -426,6 +426,24 @@ def test_python_control_flow_on_tensors_in_a_graph():
     assert_close(loss, (2 + 3 + 4) * 2 * 3 / 5)
 
 
+def test_python_control_flow_in_what_a_function_made_in_a_graph_calls():
+    v = tf.Variable(2.0, dtype=tf.float64)
+
+    def doubled_if_large(x):
+        if tf.reduce_sum(x) > 3:
+            return 2 * v * x
+        return v * x
+
+    @tf.function(input_signature=[tf.TensorSpec([None], tf.float64)])
+    def accumulated(x):
+        return value_and_gradients(
+            lambda x: (doubled_if_large(x), tf.ones([len(x)])), v, x, micro_batch_size=2
+        )
+
+    loss, _ = accumulated(tf.range(5, dtype=tf.float64))
+    assert_close(loss, (1 + 2 * (2 + 3 + 4)) * 2 / 5)
+
+
 def test_a_graph_is_traced_once():
     v = tf.Variable(2.0, dtype=tf.float64)
     traces = []
@@ -574,6 +592,8 @@ def test_wrong_arguments():
     v, x = tf.Variable(2.0), tf.range(6.0)
     with pytest.raises(ValueError, match=r"loss_fn must be a function.*Received: loss_fn=3"):
         value_and_gradients(3, v, x, micro_batch_size=2)
+    with pytest.raises(ValueError, match=r"one argument.*x, y = micro_batch.*of \(x, y\)"):
+        value_and_gradients(lambda x, y: x, v, (x, x), micro_batch_size=2)
     with pytest.raises(ValueError, match=r"variables must be a nest of variables.*EagerTensor"):
         value_and_gradients(lambda x: x, [v, tf.ones([])], x, micro_batch_size=2)
     with pytest.raises(ValueError, match=r"positive integer.*micro_batch_size=0"):
@@ -690,7 +710,7 @@ def test_things_that_are_no_batch_and_no_losses():
     dataset = tf.data.Dataset.from_tensor_slices(x).batch(2)
     with pytest.raises(ValueError, match=r"Received: a tf\.data\.Dataset.*one of its elements"):
         value_and_gradients(lambda x: v * x, v, dataset, micro_batch_size=2)
-    with pytest.raises(ValueError, match=r"loss_fn must return losses.*Received: {'loss'"):
+    with pytest.raises(ValueError, match=r"loss_fn must return losses.*Received: {loss: "):
         value_and_gradients(lambda x: {"loss": v * x}, v, x, micro_batch_size=2)
 
     def of_unknown_rank(x):

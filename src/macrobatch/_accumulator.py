@@ -83,11 +83,12 @@ class GradientAccumulator(tf.Module):
         for variable in variables:
             _checks.variable(variable)
         self._strategy = _replicas.strategy_of(variables)
-        self._variables = variables
         # A checkpoint of the accumulator also saves these, which the window belongs to.
         self.optimizer = optimizer
         self._weights = [_replicas.tf_variable(variable) for variable in variables]
-        self._window = Window(variables, self._strategy)
+        # Other optimizers than those of Keras 3 do not know its variables.
+        self._variables = variables if _replicas.is_of_keras_3(optimizer) else self._weights
+        self._window = Window(self._variables, self._strategy)
         self._skipped = _replicas.variable(self._strategy, [], tf.float32, "skipped")
         self._build_optimizer()
 
@@ -204,8 +205,7 @@ class GradientAccumulator(tf.Module):
         _replicas.run(self._strategy, self._window.clear)
 
     def _check_place(self, method: str) -> None:
-        replicas = 1 if self._strategy is None else self._strategy.num_replicas_in_sync
-        _checks.place_to_apply(replicas, _replicas.in_replica(), method)
+        _checks.place_to_apply(self._strategy, _replicas.in_replica(), method)
 
     def _build_optimizer(self) -> None:
         """Makes the variables of the optimizer, where it has a way to: not in a branch later."""

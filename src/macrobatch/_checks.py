@@ -1,5 +1,6 @@
 """Every validation and its message: what was received, what is expected, what to do."""
 
+import inspect
 import numbers
 import warnings
 import weakref
@@ -117,9 +118,9 @@ def optimizer(value: Any) -> None:
     """Raises if the optimizer accumulates by itself."""
     if getattr(value, "gradient_accumulation_steps", None):
         raise ValueError(
-            "The optimizer accumulates gradients by itself, over several batches. "
+            "The optimizer accumulates gradients by itself, over several steps. "
             f"Received: gradient_accumulation_steps={value.gradient_accumulation_steps} on "
-            f"{type(value).__name__}. Leave it out: macrobatch makes one whole update per batch."
+            f"{type(value).__name__}. Leave it out: macrobatch itself makes one update of them all."
         )
     for each in inner_optimizers(value):
         optimizer(each)
@@ -246,18 +247,42 @@ def weights_like_losses(weights: Any, losses: Any) -> None:
         raise ValueError(
             f"{WEIGHTS_LIKE_LOSSES} Received: losses of shape {tuple(losses.shape)}, weights of "
             f"shape {tuple(weights.shape)}. Repeat the weights for each loss (tf.broadcast_to), "
-            "or return (scalar, weight)."
+            "or return (scalar, weight). If the second value is no weight, pass has_aux=True."
         )
 
 
 def loss_fn(value: Any) -> Any:
-    """Returns `value`, if it can be called."""
+    """Returns `value`, if it can be called with one argument."""
     if not callable(value):
         raise ValueError(
             "loss_fn must be a function of a micro-batch that returns its losses. "
-            f"Received: loss_fn={value!r}."
+            f"Received: loss_fn={shown(value)}."
         )
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):  # of builtins, for one, nothing is known
+        return value
+    try:
+        signature.bind(None)
+    except TypeError:
+        raise ValueError(
+            "loss_fn must take one argument, the micro-batch, which has the structure of the "
+            f"batch: `x, y = micro_batch`. Received: a function of {signature}."
+        ) from None
     return value
+
+
+def shown(value: Any) -> str:
+    """What a message shows of a value: the types and shapes in it, not the numbers."""
+
+    def leaf(value: Any) -> str:
+        shape = getattr(value, "shape", None)
+        return type(value).__name__ if shape is None else f"{type(value).__name__} {shape}"
+
+    if value is None or isinstance(value, (str, int, float)):
+        return repr(value)
+    text = str(tf.nest.map_structure(leaf, value)).replace("'", "")
+    return text if len(text) < 300 else text[:300] + "..."
 
 
 def with_aux(result: Any) -> Tuple[Any, Any]:
@@ -265,7 +290,7 @@ def with_aux(result: Any) -> Tuple[Any, Any]:
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         raise ValueError(
             "With has_aux=True, loss_fn must return a pair: (what it returns without, aux). "
-            f"Received: {result!r}."
+            f"Received: {shown(result)}."
         )
     return result[0], result[1]
 
@@ -275,7 +300,7 @@ def losses_and_weights(result: Any) -> Tuple[Any, Any]:
     pair = result if isinstance(result, (tuple, list)) else (result, None)
     error = ValueError(
         "loss_fn must return losses with the examples first, (losses, weights), a scalar, or "
-        f"(scalar, weight). Received: {result!r}. If it also returns other values, pass "
+        f"(scalar, weight). Received: {shown(result)}. If it also returns other values, pass "
         "has_aux=True."
     )
     if len(pair) != 2 or pair[0] is None:
@@ -306,7 +331,7 @@ def variable(value: Any) -> Any:
     if not hasattr(value, "assign") or not hasattr(value, "value"):
         raise ValueError(
             "variables must be a nest of variables, model.trainable_variables for instance. "
-            f"Received: {value!r} (of type {type(value).__name__})."
+            f"Received: {shown(value)}."
         )
     return value
 
@@ -345,7 +370,7 @@ def applies_gradients(value: Any, nonfinite: str) -> None:
     if not callable(getattr(value, "apply_gradients", None)):
         raise ValueError(
             "optimizer must have a method apply_gradients, as those of Keras, tf_keras and "
-            f"tf.compat.v1.train have. Received: {value!r} (of type {type(value).__name__})."
+            f"tf.compat.v1.train have. Received: {shown(value)}."
         )
     optimizer(value)
     if nonfinite == "skip" and _has_dynamic_scale(value):
@@ -376,15 +401,14 @@ def no_variables(variables: Sequence[Any]) -> None:
 
 def gradients(value: Any, variables: Sequence[Any]) -> List[Any]:
     """Returns gradients as a list, if they fit the variables."""
-    flat = [
-        g if g is None or tf.is_tensor(g) else tf.convert_to_tensor(g)
-        for g in tf.nest.flatten(value)
-    ]
-    if len(flat) != len(variables):
+    flat = tf.nest.flatten(value)
+    if len(flat) != len(variables) or hasattr(value, "__next__"):
         raise ValueError(
             f"There must be one gradient for each of the {len(variables)} variables, None where "
-            f"there is none. Received: {len(flat)} gradients."
+            "there is none: pass tape.gradient(loss, variables), without the variables. "
+            f"Received: {len(flat)} gradients, {shown(value)}."
         )
+    flat = [g if g is None or tf.is_tensor(g) else tf.convert_to_tensor(g) for g in flat]
     for gradient, variable in zip(flat, variables):
         if gradient is None:
             continue
@@ -441,9 +465,9 @@ def weight(value: Any, reduction: str) -> None:
         return
     if value is None:
         raise ValueError(
-            "weight= is required: how much this micro-batch counts in the mean. Received: none. "
+            "weight= is required: how much this micro-batch counts in the mean. Received: None. "
             "Pass what its loss is a mean over, such as the number of its examples or tokens: "
-            "weight=len(x)."
+            "weight=len(x), or tf.shape(x)[0] where the graph does not know it."
         )
     if len(getattr(value, "shape", ())) != 0:
         raise ValueError(
@@ -495,12 +519,14 @@ def place_to_add(strategy: Any, in_replica: bool, replicas: int) -> None:
         )
 
 
-def place_to_apply(replicas: int, in_replica: bool, method: str) -> None:
-    """Raises if an update of several replicas cannot be made here."""
-    if replicas > 1 and (in_replica or method == "step"):
+def place_to_apply(strategy: Any, in_replica: bool, method: str) -> None:
+    """Raises if an update of replicas cannot be made here."""
+    if strategy is not None and (in_replica or method == "step"):
+        where = "inside" if in_replica else "outside of"
         raise ValueError(
-            f"With several replicas, call add() inside strategy.run, and apply() or flush() "
-            f"outside of it. Received: {method}() with {replicas} replicas."
+            "For variables of a strategy, call add() inside strategy.run, and apply() or flush() "
+            f"outside of it. Received: {method}() {where} strategy.run, for "
+            f"{type(strategy).__name__} with {strategy.num_replicas_in_sync} replicas."
         )
 
 

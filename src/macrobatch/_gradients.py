@@ -72,14 +72,21 @@ def value_and_gradients(
     >>> loss = train_step((tf.ones([100, 3]), tf.ones([100, 1])))
     """
     micro_batch_size = _checks.micro_batch_size(micro_batch_size)
-    function = _stateless.converted(_checks.loss_fn(loss_fn))
-    return _value_and_gradients(function, variables, batch, micro_batch_size, has_aux)
+    conversion = _stateless.conversion()
+    return _value_and_gradients(
+        _checks.loss_fn(loss_fn), variables, batch, micro_batch_size, has_aux, conversion
+    )
 
 
 # Only `loss_fn` may need to be converted; this code does not, and it takes a while.
 @tf.autograph.experimental.do_not_convert
 def _value_and_gradients(
-    loss_fn: Callable[[Any], Any], variables: Any, batch: Any, micro_batch_size: int, has_aux: bool
+    loss_fn: Callable[[Any], Any],
+    variables: Any,
+    batch: Any,
+    micro_batch_size: int,
+    has_aux: bool,
+    conversion: Any,
 ) -> Tuple[Any, Any]:
     _checks.not_in_several_replicas(_replicas.count(), _replicas.in_replica())
     trained = [_checks.variable(variable) for variable in tf.nest.flatten(variables)]
@@ -88,6 +95,7 @@ def _value_and_gradients(
     trained = [_replicas.tf_variable(variable) for variable in trained]
     batch = _split.to_tensors(batch)
     examples = _split.examples_in(batch)
+    loss_fn = _stateless.converted(loss_fn, conversion)
     function = _stateless.Function(loss_fn, tf.nest.flatten(variables))
     if not tf.executing_eagerly():
         function.dry_run(_split.first_micro_batch(batch, _split.runs(examples, micro_batch_size)))

@@ -20,6 +20,11 @@ def tf_variable(variable: Any) -> Any:
     return variable if value is None or callable(value) else value
 
 
+def is_of_keras_3(optimizer: Any) -> bool:
+    """Whether an optimizer is one of Keras 3, known by what it sums over replicas with."""
+    return hasattr(optimizer, "_all_reduce_sum_gradients")
+
+
 def strategy_of(variables: Iterable[Any]) -> Any:
     """The strategy in whose scope the variables were made, or None."""
     strategies = [getattr(tf_variable(v), "distribute_strategy", None) for v in variables]
@@ -146,7 +151,7 @@ def _with_inner_ones(optimizer: Any) -> List[Any]:
 
 def _no_reduction_of_its_own(optimizer: Any) -> Any:
     """The arguments with which an optimizer takes gradients as they are; None if it does not."""
-    if not hasattr(optimizer, "_all_reduce_sum_gradients"):
+    if not is_of_keras_3(optimizer):
         names = inspect.signature(optimizer.apply_gradients).parameters
         for name, value in _NO_REDUCTION.items():
             if name in names:

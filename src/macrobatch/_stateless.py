@@ -173,15 +173,22 @@ def _run(function: Callable[[], Any], make_scope: Callable[[], Scope]) -> Any:
     return result, scope, calls_of
 
 
-def converted(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """A user's function as tf.function would trace it: `if` and `for` on tensors are operations.
+def conversion() -> Any:
+    """What tf.function does here to `if` and `for` on tensors: by default, make operations."""
+    return tf.__internal__.autograph.control_status_ctx()  # TensorFlow's name for what Keras needs
 
-    Unless this is eager mode, or the user has switched that off.
-    """
+
+def converted(function: Callable[[Any], Any], conversion: Any) -> Callable[[Any], Any]:
+    """A user's function as a tf.function would trace it."""
     if tf.executing_eagerly():
         return function
-    autograph = tf.__internal__.autograph  # TensorFlow's own name for what Keras and others need
-    return autograph.tf_convert(function, autograph.control_status_ctx())
+
+    # A function that was made inside a tf.function is converted already, but what it calls is only
+    # converted where converted code calls it, as this will be.
+    def call(micro_batch: Any) -> Any:
+        return function(micro_batch)
+
+    return tf.__internal__.autograph.tf_convert(call, conversion)
 
 
 def read(variables: Iterable[Any]) -> List[Any]:
