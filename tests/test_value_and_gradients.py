@@ -7,7 +7,6 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import layers
-from test_accumulator_everywhere import mirrored
 
 import macrobatch
 from macrobatch import value_and_gradients
@@ -614,17 +613,6 @@ def test_a_layer_that_writes_a_trained_variable():
             tf.ones([4, 3], tf.float64),
             micro_batch_size=2,
         )
-
-
-def test_several_replicas():
-    v = tf.Variable(2.0)
-    strategy = mirrored(2)
-
-    def on_replica():
-        return value_and_gradients(lambda x: v * x, v, tf.range(4.0), micro_batch_size=2)
-
-    with pytest.raises(ValueError, match=r"works on one device.*GradientAccumulator"):
-        strategy.run(on_replica)
 
 
 def test_in_a_train_step_of_a_model():

@@ -11,6 +11,8 @@ from typing import Any, Dict, Iterator, List, NamedTuple
 import keras
 import tensorflow as tf
 
+from macrobatch import _replicas
+
 
 class Moments(NamedTuple):
     """Count, mean and variance of a layer's inputs, per channel."""
@@ -104,6 +106,17 @@ def pooled(left: Moments, right: Moments) -> Moments:
     within = left.variance * (1 - portion) + right.variance * portion
     between = tf.square(difference) * portion * (1 - portion)
     return Moments(count, left.mean + difference * portion, within + between)
+
+
+def over_replicas(moments: Moments) -> Moments:
+    """The moments of the inputs of all replicas, of which one may have had none."""
+    if not _replicas.in_several():
+        return moments
+    count, summed = _replicas.total([moments.count, moments.count * moments.mean])
+    mean = tf.math.divide_no_nan(summed, count)
+    squares = moments.variance + tf.square(moments.mean - mean)
+    (squares,) = _replicas.total([tf.math.multiply_no_nan(squares, moments.count)])
+    return Moments(count, mean, tf.math.divide_no_nan(squares, count))
 
 
 def statistics(layer: Any) -> List[Any]:

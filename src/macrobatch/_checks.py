@@ -91,13 +91,13 @@ def one_replica(model: Any) -> None:
         )
 
 
-def not_in_several_replicas(replicas: int, in_replica: bool) -> None:
-    """Raises where the loss of a batch would have to be put together over replicas."""
-    if in_replica and replicas > 1:
+def made_in_scope(strategy: Any, current: Any, in_several_replicas: bool) -> None:
+    """Raises for variables that replicas do not share."""
+    if in_several_replicas and strategy is not current:
         raise ValueError(
-            "value_and_gradients works on one device: the loss of a batch is not yet put together "
-            f"over replicas. Received: a call inside strategy.run with {replicas} replicas. Use "
-            "macrobatch.GradientAccumulator: add() inside strategy.run, apply() outside of it."
+            "The variables must be made in the strategy's scope. Received: a call inside the run "
+            f"of {type(current).__name__}, with variables made outside of its scope. Make the "
+            "model and the optimizer inside `with strategy.scope():`."
         )
 
 
@@ -550,7 +550,9 @@ def scalar_weight(weight: Any) -> None:
         )
 
 
-def batch_shapes(leaves: Sequence[Tuple[Optional[int], ...]], shapes: Any) -> None:
+def batch_shapes(
+    leaves: Sequence[Tuple[Optional[int], ...]], shapes: Any, may_be_empty: bool
+) -> None:
     """Raises unless all parts of a batch have the examples as their first dimension."""
     if not leaves:
         raise ValueError(f"A batch must hold at least one tensor. Received: {shapes}.")
@@ -563,7 +565,7 @@ def batch_shapes(leaves: Sequence[Tuple[Optional[int], ...]], shapes: Any) -> No
     sizes = {shape[0] for shape in leaves if shape[0] is not None}
     if len(sizes) > 1:
         raise ValueError(uneven_batch(shapes))
-    if sizes == {0}:
+    if sizes == {0} and not may_be_empty:
         raise ValueError(empty_batch(shapes))
 
 

@@ -29,6 +29,10 @@ def value_and_gradients(
     before, they have not changed. Other variables that `loss_fn` writes, it writes for each
     micro-batch.
 
+    Inside `strategy.run`, where each replica has its part of the batch, maybe none, the loss is
+    that of the whole batch, and the gradients are this replica's part in them: their sum over
+    replicas, which is what optimizers take, is the whole.
+
     Args:
         loss_fn: a function of a micro-batch, which has the structure of `batch`. It returns
             `losses`, with the examples first: their mean is the loss;
@@ -88,16 +92,18 @@ def _value_and_gradients(
     has_aux: bool,
     conversion: Any,
 ) -> Tuple[Any, Any]:
-    _checks.not_in_several_replicas(_replicas.count(), _replicas.in_replica())
     trained = [_checks.variable(variable) for variable in tf.nest.flatten(variables)]
     _checks.no_variables(trained)
     _checks.is_one_batch(batch)
     trained = [_replicas.tf_variable(variable) for variable in trained]
     batch = _split.to_tensors(batch)
-    examples = _split.examples_in(batch)
+    several = _replicas.in_several()
+    strategy = tf.distribute.get_strategy()
+    _checks.made_in_scope(_replicas.strategy_of(trained), strategy, several)
+    examples = _split.examples_in(batch, may_be_empty=several)
     loss_fn = _stateless.converted(loss_fn, conversion)
     function = _stateless.Function(loss_fn, tf.nest.flatten(variables))
-    if not tf.executing_eagerly():
+    if several or not tf.executing_eagerly():  # Replicas must agree on what they write.
         function.dry_run(_split.first_micro_batch(batch, _split.runs(examples, micro_batch_size)))
 
     def step(micro_batch: Any, state: _State) -> _loop.Part:
@@ -123,9 +129,11 @@ def _value_and_gradients(
     (numerator, denominator, *sums), state, _, aux = _loop.sum_over_micro_batches(
         step, batch, examples, micro_batch_size, start
     )
-    # d(N / D) = (dN - N / D * dD) / D
-    factor = tf.math.divide_no_nan(tf.ones_like(denominator), denominator)
-    loss = numerator * factor
+    scale = tf.cast(state.scale, denominator.dtype)
+    whole = _replicas.total([numerator * scale, denominator * scale])
+    loss = tf.math.divide_no_nan(*whole)
+    # d(N / D) = (dN - N / D * dD) / D, and of that the part of this replica.
+    factor = tf.math.divide_no_nan(scale, whole[1])
     gradients = []
     for variable, of_numerator, of_denominator in zip(trained, sums, sums[len(trained) :]):
         gradient = _sums.add(of_numerator, _sums.scaled(of_denominator, -loss))

@@ -53,8 +53,10 @@ def sum_over_micro_batches(
         The part of the whole batch.
     """
     runs = _split.runs(examples, micro_batch_size)
-    if tf.executing_eagerly():
+    if tf.executing_eagerly() and any(run.count for run in runs):
         return _run_eagerly(step, batch, runs, state)
+    if tf.executing_eagerly():  # A replica without examples: only a trace can tell what is summed.
+        return tf.function(lambda: _run_in_graph(step, batch, runs, state), autograph=False)()
     return _run_in_graph(step, batch, runs, state)
 
 

@@ -38,6 +38,11 @@ def in_replica() -> bool:
     return context is not None and tf.distribute.has_strategy()
 
 
+def in_several() -> bool:
+    """Whether this is called by `strategy.run` for several replicas."""
+    return in_replica() and count() > 1
+
+
 def count() -> int:
     """The number of replicas of the strategy that is current here."""
     return tf.distribute.get_strategy().num_replicas_in_sync
@@ -58,6 +63,26 @@ def once(function: Callable[[], Any]) -> None:
         tf.distribute.get_replica_context().merge_call(lambda _: function())
     else:
         function()
+
+
+def total(values: List[Any]) -> List[Any]:
+    """The sums of values over all replicas."""
+    if not in_several():
+        return values
+    context = tf.distribute.get_replica_context()
+    return list(context.all_reduce(tf.distribute.ReduceOp.SUM, values))
+
+
+def of_first(values: List[Any]) -> List[Any]:
+    """The values that the first replica has."""
+    if not in_several() or not values:
+        return values
+    context = tf.distribute.get_replica_context()
+    is_first = tf.equal(context.replica_id_in_sync_group, 0)
+    # Collectives know few dtypes; seeds, for one, are unsigned integers.
+    wide = [tf.float64 if value.dtype.is_floating else tf.int64 for value in values]
+    masked = [tf.cast(v, w) * tf.cast(is_first, w) for v, w in zip(values, wide)]
+    return [tf.cast(t, value.dtype) for t, value in zip(total(masked), values)]
 
 
 def variable(
@@ -122,11 +147,10 @@ def apply_gradients(optimizer: Any, gradients: List[Any], variables: List[Any]) 
     Left to itself an optimizer would clip the part of each replica, and Keras 3 take a row that
     several replicas bring for different rows. So they are summed before it sees them.
     """
-    arguments = _no_reduction_of_its_own(optimizer) if in_replica() and count() > 1 else None
+    arguments = _no_reduction_of_its_own(optimizer) if in_several() else None
     if arguments is not None:
         there = [gradient for gradient in gradients if gradient is not None]
-        context = tf.distribute.get_replica_context()
-        sums = iter(context.all_reduce(tf.distribute.ReduceOp.SUM, there))
+        sums = iter(total(there))
         gradients = [g if g is None else _sums.merge_rows(next(sums)) for g in gradients]
     summed = [] if arguments is None else [id(each) for each in _with_inner_ones(optimizer)]
     with _counting:

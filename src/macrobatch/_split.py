@@ -40,11 +40,11 @@ def to_tensors(batch: Any) -> Any:
     )
 
 
-def examples_in(batch: Any) -> Any:
+def examples_in(batch: Any, may_be_empty: bool = False) -> Any:
     """The number of examples in a batch: an int where it is known, else a scalar tensor."""
     leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
     shapes = tf.nest.map_structure(lambda t: None if t is None else tuple(t.shape), batch)
-    _checks.batch_shapes([tuple(leaf.shape) for leaf in leaves], shapes)
+    _checks.batch_shapes([tuple(leaf.shape) for leaf in leaves], shapes, may_be_empty)
     sizes = [_first_dimension(leaf) for leaf in leaves]
     known = [size for size in sizes if isinstance(size, int)]
     unknown = [size for size in sizes if not isinstance(size, int)]
@@ -57,8 +57,11 @@ def examples_in(batch: Any) -> Any:
         for size in unknown:
             ones = tf.ones([first], tf.bool)
             first = tf.size(tf.reshape(ones, [size], name="parts_of_a_batch_differ_in_examples"))
+        if may_be_empty:
+            return first
         return first * tf.size(tf.slice(tf.ones([first]), [0], [1], name="a_batch_is_empty"))
-    checks = [tf.debugging.assert_positive(first, _checks.empty_batch(shapes))]
+    least = 0 if may_be_empty else 1
+    checks = [tf.debugging.assert_greater_equal(first, least, _checks.empty_batch(shapes))]
     checks += [
         tf.debugging.assert_equal(size, first, _checks.uneven_batch(shapes)) for size in unknown
     ]
@@ -74,6 +77,8 @@ def size_of(micro_batch: Any) -> Any:
 
 def runs(examples: Any, micro_batch_size: int) -> List[Run]:
     """How a batch is cut: one run, or full micro-batches and a tail where sizes must be static."""
+    if isinstance(examples, int) and examples == 0:
+        return [Run(0, micro_batch_size, 0, static=False)]
     if isinstance(examples, int):
         size = min(micro_batch_size, examples)
         full, tail = divmod(examples, size)
@@ -84,7 +89,7 @@ def runs(examples: Any, micro_batch_size: int) -> List[Run]:
         return [Run(0, size, full + 1, static=False)]
     if in_xla():
         # To XLA these are constants. A tail that turns out to be empty runs no iteration.
-        size = tf.minimum(micro_batch_size, examples)
+        size = tf.minimum(micro_batch_size, tf.maximum(examples, 1))
         full, tail = examples // size, examples % size
         tail_count = tf.cast(tail > 0, tf.int32)
         return [Run(0, size, full, static=True), Run(full * size, tail, tail_count, static=True)]

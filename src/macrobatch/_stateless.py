@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Tuple
 import keras
 import tensorflow as tf
 
-from macrobatch import _batch_norm, _checks
+from macrobatch import _batch_norm, _checks, _replicas
 
 
 class Scope(keras.StatelessScope):
@@ -113,11 +113,18 @@ class Written:
         )
 
     def write(self, state: State) -> None:
-        """Writes the state after the last micro-batch to the variables."""
-        for variable, value in zip(self.carried, state.carried):
-            variable.assign(value)
+        """Writes the state after the last micro-batch to the variables.
+
+        Replicas then have the same, except where each holds a part, as those of metrics.
+        """
+        shared = [v for v in self.carried if v.synchronization != "on_read"]
+        values = {id(v): value for v, value in zip(self.carried, state.carried)}
+        of_first = _replicas.of_first([values[id(v)] for v in shared])
+        values.update(zip(map(id, shared), of_first))
+        for variable in self.carried:
+            variable.assign(values[id(variable)])
         for (layer, masked), moments in zip(self.pooled.items(), state.moments):
-            _batch_norm.update(layer, moments, masked)
+            _batch_norm.update(layer, _batch_norm.over_replicas(moments), masked)
 
 
 class Function:

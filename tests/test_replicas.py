@@ -1,0 +1,176 @@
+"""Two replicas end where one device ends on the whole batch."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras import layers
+from test_accumulator_everywhere import mirrored
+from test_value_and_gradients import FORMS, assert_close, data, dense
+
+import macrobatch
+from macrobatch import value_and_gradients
+
+
+def on_replicas(function, batch, sizes, graph=True):
+    """Calls a function on two replicas, each with its part of the batch."""
+    strategy = mirrored(2)
+    starts = np.cumsum([0, *sizes])
+    parts = [
+        tf.nest.map_structure(lambda t, a=a, b=b: t[a:b], batch) for a, b in zip(starts, starts[1:])
+    ]
+    distributed = tf.nest.map_structure(
+        lambda *values: strategy.experimental_distribute_values_from_function(
+            lambda context: values[context.replica_id_in_sync_group]
+        ),
+        *parts,
+    )
+
+    def call(batch):
+        return strategy.run(function, args=(batch,))
+
+    results = (tf.function(call) if graph else call)(distributed)
+    return tf.nest.map_structure(strategy.experimental_local_results, results)
+
+
+@pytest.fixture
+def strategy():
+    return mirrored(2)
+
+
+def made_in(strategy, build):
+    with strategy.scope():
+        return build()
+
+
+def linear():
+    return [tf.Variable(np.linspace(-1, 1, 3)), tf.Variable(0.5, dtype=tf.float64)]
+
+
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("sizes", [(4, 4), (6, 2), (1, 7), (8, 0), (0, 8)])
+@pytest.mark.parametrize("form", FORMS)
+def test_the_loss_is_whole_and_gradients_sum_to_the_whole(form, sizes, graph, strategy):
+    if not graph and (form, sizes) not in [("losses and weights", (6, 2)), ("losses", (8, 0))]:
+        pytest.skip("eagerly, replicas are slow: two cases are enough")
+    kernel, bias = made_in(strategy, linear)
+    batch = data(8)
+
+    def losses_of(x, y):
+        return (tf.linalg.matvec(x, kernel) + bias - y) ** 2
+
+    def loss_fn(micro_batch):
+        x, y, weights = micro_batch
+        return FORMS[form][0](losses_of(x, y), weights)
+
+    def function(batch):
+        loss, (a, b) = value_and_gradients(loss_fn, [kernel, bias], batch, micro_batch_size=3)
+        return loss, a, b
+
+    losses, kernels, biases = on_replicas(function, batch, sizes, graph)
+    plain = linear()
+    with tf.GradientTape() as tape:
+        values = (tf.linalg.matvec(batch[0], plain[0]) + plain[1] - batch[1]) ** 2
+        expected = FORMS[form][1](values, batch[2])
+    gradients = tape.gradient(expected, plain)
+    assert_close(list(losses), [expected, expected])
+    assert_close([tf.add_n(list(kernels)), tf.add_n(list(biases))], gradients)
+
+
+def model():
+    keras.utils.set_random_seed(3)
+    return keras.Sequential(
+        [
+            keras.Input([3], dtype="int64"),
+            layers.Embedding(9, 4),
+            layers.Flatten(),
+            layers.Dense(1, kernel_regularizer="l2"),
+        ]
+    )
+
+
+@pytest.mark.parametrize("sizes", [(5, 3), (8, 0)])
+def test_updates_of_keras(sizes, strategy):
+    plain, textbook = model(), keras.optimizers.Adam(0.1)
+    replicated, optimizer = made_in(strategy, lambda: (model(), keras.optimizers.Adam(0.1)))
+    made_in(strategy, lambda: optimizer.build(replicated.trainable_variables))
+    mse = keras.losses.MeanSquaredError(reduction=None)
+
+    def step(batch):
+        def loss_fn(micro_batch):
+            x, y = micro_batch
+            return mse(y, replicated(x, training=True)) + sum(replicated.losses)
+
+        loss, gradients = value_and_gradients(
+            loss_fn, replicated.trainable_variables, batch, micro_batch_size=2
+        )
+        # Keras takes rows that come from several replicas for different ones.
+        gradients = [dense(gradient) for gradient in gradients]
+        optimizer.apply(gradients, replicated.trainable_variables)
+        return loss
+
+    rng = np.random.default_rng(0)
+    for _ in range(3):
+        x = tf.constant(rng.integers(0, 9, [8, 3]))
+        y = tf.constant(rng.normal(size=[8, 1]))
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(mse(y, plain(x, training=True))) + sum(plain.losses)
+        gradients = tape.gradient(loss, plain.trainable_variables)
+        textbook.apply([dense(g) for g in gradients], plain.trainable_variables)
+        losses = on_replicas(step, (x, y), sizes)
+        assert_close(list(losses), [loss, loss])
+    for ours, whole in zip(replicated.trainable_variables, plain.trainable_variables):
+        for part in strategy.experimental_local_results(ours.value):
+            assert_close(part, whole)
+
+
+def normalized():
+    keras.utils.set_random_seed(3)
+    normalization = layers.BatchNormalization(momentum=0.9)
+    return keras.Sequential([keras.Input([3]), normalization, layers.Dropout(0.5)])
+
+
+@pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
+@pytest.mark.parametrize("graph", [True, False])
+@pytest.mark.parametrize("sizes", [(5, 3), (8, 0), (0, 8)])
+def test_moving_statistics_are_those_of_the_whole_batch(sizes, graph, strategy):
+    plain, replicated = normalized(), made_in(strategy, normalized)
+    x = data(8)[0][:, 0] + 100.0
+    plain(x, training=True)
+
+    def function(x):
+        loss, _ = value_and_gradients(
+            lambda x: replicated(x, training=True),
+            replicated.trainable_variables,
+            x,
+            micro_batch_size=2,
+        )
+        return loss
+
+    before = [np.array(v.value.numpy()) for v in replicated.variables if "seed" in v.path]
+    on_replicas(function, x, sizes, graph)
+    for name in ("moving_mean", "moving_variance"):
+        ours, whole = (getattr(m.layers[0], name) for m in (replicated, plain))
+        for part in strategy.experimental_local_results(ours.value):
+            assert_close(part, whole)
+    seeds = [v.value for v in replicated.variables if "seed" in v.path]
+    for seed, start in zip(seeds, before):
+        parts = [part.numpy() for part in strategy.experimental_local_results(seed)]
+        np.testing.assert_array_equal(parts[0], parts[1])
+        assert sizes[0] == 0 or (parts[0] != start).any()
+
+
+def test_variables_made_outside_of_the_scope():
+    v = tf.Variable(2.0, dtype=tf.float64)
+
+    def function(x):
+        return value_and_gradients(lambda x: v * x, v, x, micro_batch_size=2)[0]
+
+    with pytest.raises(ValueError, match="must be made in the strategy's scope"):
+        on_replicas(function, tf.range(4, dtype=tf.float64), (2, 2))
+
+
+def test_a_model_of_several_replicas_cannot_be_fitted_yet(strategy):
+    several = made_in(strategy, model)
+    with pytest.raises(ValueError, match="one device"):
+        macrobatch.accumulate(several, 8)
