@@ -160,6 +160,20 @@ def test_moving_statistics_are_those_of_the_whole_batch(sizes, graph, strategy):
         assert sizes[0] == 0 or (parts[0] != start).any()
 
 
+def test_keras_divides_a_mean_by_the_number_of_replicas(strategy):
+    """Why losses inside strategy.run are to be averaged from reduction=None."""
+    x = tf.ones([4, 1], tf.float64)
+
+    def function(x):
+        mean = keras.losses.MeanSquaredError()
+        each = keras.losses.MeanSquaredError(reduction=None)
+        return mean(0 * x, x), tf.reduce_mean(each(0 * x, x))
+
+    means, averages = on_replicas(function, x, (2, 2))
+    assert_close(list(means), [0.5, 0.5])
+    assert_close(list(averages), [1.0, 1.0])
+
+
 def test_variables_made_outside_of_the_scope():
     v = tf.Variable(2.0, dtype=tf.float64)
 
