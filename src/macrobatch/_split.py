@@ -89,8 +89,8 @@ def runs(examples: Any, micro_batch_size: int) -> List[Run]:
         return [Run(0, size, full + 1, static=False)]
     if in_xla():
         # To XLA these are constants. A tail that turns out to be empty runs no iteration.
-        size = tf.minimum(micro_batch_size, tf.maximum(examples, 1))
-        full, tail = examples // size, examples % size
+        size = tf.minimum(micro_batch_size, examples)
+        full, tail = examples // tf.maximum(size, 1), examples % tf.maximum(size, 1)
         tail_count = tf.cast(tail > 0, tf.int32)
         return [Run(0, size, full, static=True), Run(full * size, tail, tail_count, static=True)]
     count = (examples + micro_batch_size - 1) // micro_batch_size
