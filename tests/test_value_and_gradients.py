@@ -407,6 +407,19 @@ def test_layers_that_are_built_in_loss_fn(mode):
     assert_close(gradient, tf.reduce_mean(teacher(x)))
 
 
+def test_a_metric_that_is_made_in_every_call():
+    v = tf.Variable(2.0, dtype=tf.float64)
+
+    def loss_fn(x):
+        mean = keras.metrics.Mean()
+        mean.update_state(x)
+        return v * x, mean.result()
+
+    x = tf.range(5, dtype=tf.float64)
+    (loss, means), _ = value_and_gradients(loss_fn, v, x, micro_batch_size=2, has_aux=True)
+    assert_close((loss, means), (4.0, np.array([0.5, 2.5, 4.0])))
+
+
 def test_python_control_flow_on_tensors_in_a_graph():
     v = tf.Variable(2.0, dtype=tf.float64)
 

@@ -11,6 +11,8 @@ The data flow, and the order in which the package reads:
     -> one update                     accumulate:          _keras
                                       value_and_gradients: _gradients, and the update is yours
                                       GradientAccumulator: _window, _accumulator
+
+What users pass is checked in _checks, and for GradientAccumulator in _window_checks.
 """
 
 from macrobatch import _checks

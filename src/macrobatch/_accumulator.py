@@ -7,7 +7,7 @@ from typing import Any, Callable, List, Optional, Tuple, TypeVar
 
 import tensorflow as tf
 
-from macrobatch import _checks, _replicas, _split, _sums
+from macrobatch import _checks, _replicas, _split, _sums, _window_checks
 from macrobatch._window import ROWS, Window, when
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -27,7 +27,8 @@ class GradientAccumulator(tf.Module):
 
         for x, y in dataset:                            # each element is a micro-batch
             with tf.GradientTape() as tape:
-                loss = loss_fn(y, model(x, training=True))
+                losses = losses_of(y, model(x, training=True))
+                loss = tf.reduce_mean(losses)           # a mean over len(x) examples: its weight
             accumulator.step(tape.gradient(loss, variables), weight=len(x))
         accumulator.flush()                             # what is left of the last window
 
@@ -73,11 +74,11 @@ class GradientAccumulator(tf.Module):
         nonfinite: str = "propagate",
     ):
         super().__init__(name="gradient_accumulator")
-        self._steps = _checks.steps(steps)
-        self._reduction = _checks.one_of("reduction", reduction, ["mean", "sum"])
+        self._steps = _window_checks.steps(steps)
+        self._reduction = _window_checks.one_of("reduction", reduction, ["mean", "sum"])
         policies = ["propagate", "skip", "raise"]
-        self._nonfinite = _checks.one_of("nonfinite", nonfinite, policies)
-        _checks.applies_gradients(optimizer, self._nonfinite)
+        self._nonfinite = _window_checks.one_of("nonfinite", nonfinite, policies)
+        _window_checks.applies_gradients(optimizer, self._nonfinite)
         variables = tf.nest.flatten(variables)
         _checks.no_variables(variables)
         for variable in variables:
@@ -123,18 +124,19 @@ class GradientAccumulator(tf.Module):
                 InvalidArgumentError where it shows only when it runs; XLA has no such errors, so
                 that weights which are tensors are not checked there.
         """
-        _checks.place_to_add(self._strategy, _replicas.in_replica(), _replicas.count())
-        gradients = _checks.gradients(gradients, self._variables)
-        _checks.weight(weight, self._reduction)
-        _checks.raises_in_xla(self._nonfinite, _split.in_xla())
+        _window_checks.place_to_add(self._strategy, _replicas.in_replica())
+        _replicas.check_scope(self._strategy)
+        gradients = _window_checks.gradients(gradients, self._variables)
+        _window_checks.weight(weight, self._reduction)
+        _window_checks.raises_in_xla(self._nonfinite, _split.in_xla())
         gradients = self._window.prepared(gradients)
-        checks = [(_have_shapes(gradients, self._variables), _checks.GRADIENT_SHAPES)]
+        checks = [(_have_shapes(gradients, self._variables), _window_checks.GRADIENT_SHAPES)]
         if weight is not None:
             weight = tf.cast(weight, self._window.total.dtype)
             good = tf.logical_and(weight >= 0, tf.math.is_finite(weight))
-            checks.append((good, _checks.WEIGHT))
+            checks.append((good, _window_checks.WEIGHT))
         if self._nonfinite == "raise":
-            checks.append((_sums.are_finite(gradients), _checks.NOT_FINITE))
+            checks.append((_sums.are_finite(gradients), _window_checks.NOT_FINITE))
 
         def hold() -> None:
             self._window.add(gradients, weight)
@@ -154,9 +156,9 @@ class GradientAccumulator(tf.Module):
             ValueError: if the window is empty.
         """
         self._check_place("apply")
-        _checks.applies_in_xla(not _split.in_xla())
+        _window_checks.applies_in_xla(not _split.in_xla())
         some = _replicas.read(self._window.pending) > 0
-        with _asserted((some, _checks.EMPTY_WINDOW)):
+        with _asserted((some, _window_checks.EMPTY_WINDOW)):
             self._apply()
 
     @_as_it_is
@@ -170,7 +172,7 @@ class GradientAccumulator(tf.Module):
         Returns:
             Whether it applied. In a graph, a tensor.
         """
-        steps = _checks.has_steps(self._steps)
+        steps = _window_checks.has_steps(self._steps)
         self._check_place("step")
         self.add(gradients, weight=weight)
         full = tf.round(_replicas.read(self._window.pending)) >= steps
@@ -179,7 +181,7 @@ class GradientAccumulator(tf.Module):
             kinds = self._window.kinds()
             gradients = tf.nest.flatten(gradients)
             complete = all(g is not None for g in gradients) and not kinds[ROWS].any()
-            _checks.applies_in_xla(complete)
+            _window_checks.applies_in_xla(complete)
             self._window.refuse_rows()
             when(full, lambda: self._update(kinds))
         else:
@@ -194,7 +196,7 @@ class GradientAccumulator(tf.Module):
             Whether it applied. In a graph, a tensor.
         """
         self._check_place("flush")
-        _checks.applies_in_xla(not _split.in_xla())
+        _window_checks.applies_in_xla(not _split.in_xla())
         some = _replicas.read(self._window.pending) > 0
         when(some, self._apply)
         return bool(some) if tf.executing_eagerly() else some
@@ -205,7 +207,7 @@ class GradientAccumulator(tf.Module):
         _replicas.run(self._strategy, self._window.clear)
 
     def _check_place(self, method: str) -> None:
-        _checks.place_to_apply(self._strategy, _replicas.in_replica(), method)
+        _window_checks.place_to_apply(self._strategy, _replicas.in_replica(), method)
 
     def _build_optimizer(self) -> None:
         """Makes the variables of the optimizer, where it has a way to: not in a branch later."""
@@ -258,7 +260,7 @@ class GradientAccumulator(tf.Module):
 
     def _update(self, kinds: Any) -> None:
         """Updates from gradients of these kinds, and begins a new window."""
-        _checks.some_gradients(kinds.any())
+        _window_checks.some_gradients(kinds.any())
         total = _replicas.read(self._window.total)
         one = tf.ones_like(total)
         factor = one if self._reduction == "sum" else tf.math.divide_no_nan(one, total)

@@ -98,8 +98,7 @@ def _value_and_gradients(
     trained = [_replicas.tf_variable(variable) for variable in trained]
     batch = _split.to_tensors(batch)
     several = _replicas.in_several()
-    strategy = tf.distribute.get_strategy()
-    _checks.made_in_scope(_replicas.strategy_of(trained), strategy, several)
+    _replicas.check_scope(_replicas.strategy_of(trained))
     examples = _split.examples_in(batch, may_be_empty=several)
     loss_fn = _stateless.converted(loss_fn, conversion)
     function = _stateless.Function(loss_fn, tf.nest.flatten(variables))
@@ -171,7 +170,7 @@ class _Mean(NamedTuple):
 def _mean(result: Any, examples: Any) -> _Mean:
     """What `loss_fn` returned, as a mean."""
     losses, weights = _checks.losses_and_weights(result)
-    losses = _widened(losses)
+    losses = _sums.widened(losses)
     count = tf.cast(examples, losses.dtype)
     if len(losses.shape) == 0:
         if weights is None:
@@ -179,15 +178,40 @@ def _mean(result: Any, examples: Any) -> _Mean:
         weight = tf.cast(weights, losses.dtype)
         numerator = tf.math.multiply_no_nan(losses, weight)
         return _Mean(numerator, weight, weight / count, may_be_empty=True)
-    losses = _split.of_examples(losses, examples, _checks.LOSSES_PER_EXAMPLE)
-    if weights is not None:
-        weights = tf.cast(_split.of_shape_of(losses, weights), losses.dtype)
+    losses = _of_examples(losses, examples)
     elements = tf.cast(tf.size(losses), losses.dtype)
     if weights is None:
         return _Mean(tf.reduce_sum(losses), elements, elements / count, may_be_empty=False)
+    weights = tf.cast(_of_shape_of(losses, weights), losses.dtype)
     numerator, denominator = tf.reduce_sum(losses * weights), tf.reduce_sum(weights)
     return _Mean(numerator, denominator, elements / count, may_be_empty=False)
 
 
-def _widened(losses: Any) -> Any:
-    return tf.cast(losses, _sums.wide(losses.dtype))
+def _of_examples(losses: Any, examples: Any) -> Any:
+    """The losses, once it is known that their first dimension is the examples."""
+    message = _checks.LOSSES_PER_EXAMPLE
+    if losses.shape[0] is not None:
+        _checks.values_per_example(losses.shape[0], examples, message)
+        return losses
+    if _split.in_xla():  # It drops assertions, but gives no tensor a shape of another size.
+        rest = tf.shape(losses)[1:]
+        return tf.reshape(losses, tf.concat([[examples], rest], 0), name="losses_per_example")
+    return _split.asserted(losses, _split.size_of(losses), examples, message)
+
+
+def _of_shape_of(losses: Any, weights: Any) -> Any:
+    """The weights, once it is known that they have the shape of the losses."""
+    message = _checks.WEIGHTS_LIKE_LOSSES
+    if isinstance(losses, tf.RaggedTensor):
+        _checks.ragged_weights(weights)
+        lengths = zip(weights.nested_row_lengths(), losses.nested_row_lengths())
+        flat = weights.flat_values
+        for actual, expected in lengths:
+            flat = _split.asserted(flat, actual, expected, message)
+        return weights.with_flat_values(flat)
+    _checks.weights_like_losses(weights, losses)
+    if weights.shape.is_fully_defined() and losses.shape.is_fully_defined():
+        return weights
+    if _split.in_xla():
+        return tf.reshape(weights, tf.shape(losses), name="weights_like_losses")
+    return _split.asserted(weights, tf.shape(weights), tf.shape(losses), message)

@@ -32,6 +32,11 @@ def strategy_of(variables: Iterable[Any]) -> Any:
     return strategies[0] if strategies else None
 
 
+def check_scope(strategy: Any) -> None:
+    """Raises in a replica if variables of this strategy, or of none, are not its own."""
+    _checks.made_in_scope(strategy, tf.distribute.get_strategy(), in_several())
+
+
 def in_replica() -> bool:
     """Whether this is called by `strategy.run`."""
     context = tf.distribute.get_replica_context()

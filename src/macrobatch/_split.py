@@ -125,35 +125,6 @@ def first_micro_batch(batch: Any, runs: List[Run]) -> Any:
     return micro_batch(batch, runs[0], index)
 
 
-def of_examples(values: Any, examples: Any, message: str) -> Any:
-    """The values, once it is known that their first dimension is the examples."""
-    if values.shape[0] is not None:
-        _checks.values_per_example(values.shape[0], examples, message)
-        return values
-    if in_xla():  # which drops assertions, but does not give a tensor a shape of another size
-        rest = tf.shape(values)[1:]
-        return tf.reshape(values, tf.concat([[examples], rest], 0), name="losses_per_example")
-    return asserted(values, _first_dimension(values), examples, message)
-
-
-def of_shape_of(values: Any, weights: Any) -> Any:
-    """The weights, once it is known that they have the shape of the values."""
-    message = _checks.WEIGHTS_LIKE_LOSSES
-    if isinstance(values, tf.RaggedTensor):
-        _checks.ragged_weights(weights)
-        lengths = zip(weights.nested_row_lengths(), values.nested_row_lengths())
-        flat = weights.flat_values
-        for actual, expected in lengths:
-            flat = asserted(flat, actual, expected, message)
-        return weights.with_flat_values(flat)
-    _checks.weights_like_losses(weights, values)
-    if weights.shape.is_fully_defined() and values.shape.is_fully_defined():
-        return weights
-    if in_xla():
-        return tf.reshape(weights, tf.shape(values), name="weights_like_losses")
-    return asserted(weights, tf.shape(weights), tf.shape(values), message)
-
-
 def asserted(values: Any, actual: Any, expected: Any, message: str) -> Any:
     """The values, once it is known that something else is as expected."""
     check = tf.debugging.assert_equal(actual, expected, message)

@@ -175,8 +175,11 @@ def _run(function: Callable[[], Any], make_scope: Callable[[], Scope]) -> Any:
     except Exception:
         if not scope.made_variables:
             raise
-    if scope.made_variables:  # They had no value in there: now they have.
-        return _run(function, make_scope)
+    if scope.made_variables:
+        # They had no value in there: now they have. What makes new ones each time gets on without.
+        scope = make_scope()
+        with scope, _batch_norm.recorded() as calls_of:
+            result = function()
     return result, scope, calls_of
 
 
