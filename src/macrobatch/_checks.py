@@ -79,15 +79,15 @@ def keras_model(model: Any) -> None:
         )
 
 
-def one_replica(model: Any) -> None:
-    """Raises for models that are trained on several devices at once."""
-    replicas = model.distribute_strategy.num_replicas_in_sync
-    if replicas > 1:
+def strategy(value: Any) -> None:
+    """Raises for strategies whose replicas do not make an update together."""
+    kinds = [getattr(tf.distribute, "ParameterServerStrategy", ())]
+    kinds += [getattr(tf.distribute.experimental, "ParameterServerStrategy", ())]
+    if isinstance(value, tuple(kind for kind in kinds if kind)):
         raise ValueError(
-            "accumulate trains on one device: the loss of a batch is not yet put together over "
-            f"replicas. Received: a model made in the scope of "
-            f"{type(model.distribute_strategy).__name__} with {replicas} replicas. "
-            "Make the model outside of the strategy's scope."
+            "Replicas must make each update together, from one batch. Received: variables made in "
+            f"the scope of {type(value).__name__}, whose workers update them one by one. Use "
+            "MirroredStrategy, or MultiWorkerMirroredStrategy for several machines."
         )
 
 
@@ -99,6 +99,8 @@ def one_strategy(strategies: Sequence[Any]) -> None:
             f"{sorted({type(each).__name__ for each in strategies})}. "
             "Make the model and the optimizer inside `with strategy.scope():`."
         )
+    for each in strategies[:1]:
+        strategy(each)
 
 
 def made_in_scope(strategy: Any, current: Any, in_several_replicas: bool) -> None:
@@ -109,6 +111,26 @@ def made_in_scope(strategy: Any, current: Any, in_several_replicas: bool) -> Non
             f"of {type(current).__name__}, with variables made outside of its scope. Make the "
             "model and the optimizer inside `with strategy.scope():`."
         )
+
+
+def static_batch(examples: Any, synchronized: Sequence[str]) -> None:
+    """Raises where replicas must meet in each micro-batch, and cannot know how often."""
+    if not isinstance(examples, int):
+        raise ValueError(
+            f"Layers with synchronized=True need batches of a fixed size. Received: {synchronized} "
+            "and a batch of unknown size. Batch the dataset with "
+            "dataset.batch(n, drop_remainder=True), or set synchronized=False."
+        )
+
+
+def uneven_replicas(examples: int, synchronized: Sequence[str]) -> str:
+    """What to say of replicas with different numbers of examples, where they must meet."""
+    return (
+        "Layers with synchronized=True need the same number of examples on each replica. "
+        f"Received: {synchronized}, with {examples} examples on this replica and another number on "
+        "others. Choose a batch size that the number of replicas divides, with "
+        "drop_remainder=True."
+    )
 
 
 def plain_train_step(model: Any) -> None:

@@ -126,7 +126,7 @@ def _value_and_gradients(
 
     start = _State(tf.zeros([]), function.written.start())
     (numerator, denominator, *sums), state, _, aux = _loop.sum_over_micro_batches(
-        step, batch, examples, micro_batch_size, start
+        step, batch, examples, micro_batch_size, start, function.written.synchronized
     )
     scale = tf.cast(state.scale, denominator.dtype)
     whole = _replicas.total([numerator * scale, denominator * scale])

@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, List, Optional, TypeVar
 import keras
 import tensorflow as tf
 
-from macrobatch import _checks, _loop, _model, _split, _sums
+from macrobatch import _checks, _loop, _model, _replicas, _split, _sums
 from macrobatch._losses import Denominators
 
 Model = TypeVar("Model")
@@ -59,7 +59,7 @@ def accumulate(
     weight = _checks.micro_batch_weight(micro_batch_weight)
     _checks.keras_model(model)
     release(model)
-    _checks.one_replica(model)
+    _checks.strategy(_model.strategy_of(model))
     _checks.plain_train_step(model)
     _Accumulation(model, size, weight).install()
     return model
@@ -96,20 +96,28 @@ class _Accumulation:
         self.model = model
         self.micro_batch_size = micro_batch_size
         self.micro_batch_weight = micro_batch_weight
+        self.strategy = _model.strategy_of(model)
         # The number of examples in the first batch of a fit, and whether it has been looked at.
-        self.first_batch = tf.Variable(0, trainable=False, dtype=tf.int32)
+        self.first_batch = _replicas.variable(
+            self.strategy, [], tf.int32, "first_batch", summed=False
+        )
         self.looked_at = True
 
     def install(self) -> None:
-        self.model.train_step = self.train_step
-        self.model.make_train_function = self.make_train_function
+        methods = {"train_step": self.train_step, "make_train_function": self.make_train_function}
         if not _model.overrides(self.model, "test_step"):
-            self.model.test_step = self.test_step
+            methods["test_step"] = self.test_step
+        if self.strategy is not None:
+            # Private, and what keeps Keras from fitting batches that replicas do not divide, and
+            # from fitting on several workers at all: it takes the mean of the replicas' examples.
+            methods["_maybe_symbolic_build"] = self.build
+        for name, method in methods.items():
+            setattr(self.model, name, method)
         self._forget_traces()
 
     def uninstall(self) -> None:
-        for name in ("train_step", "make_train_function", "test_step"):
-            if getattr(vars(self.model).get(name), "__self__", None) is self:
+        for name, method in list(vars(self.model).items()):
+            if getattr(method, "__self__", None) is self:
                 delattr(self.model, name)
         self._forget_traces()
 
@@ -117,12 +125,12 @@ class _Accumulation:
         self.model.train_function = self.model.test_function = None
 
     def train_step(self, data: Any) -> Dict[str, Any]:
-        """Makes the update that the whole batch would have made."""
-        function, batch, whole = self._prepare(data, training=True)
+        """Makes the update that the whole batch would have made, of which this replica has a part."""
+        function, batch, examples, whole = self._prepare(data, training=True)
         scale = self._loss_scale(function)
         with tf.GradientTape() as tape:
             penalty = function.regularization()
-            scaled = penalty * scale
+            scaled = penalty * scale / _replicas.count()  # Each replica brings its part of it.
         penalties = tape.gradient(scaled, function.weights)
 
         def step(micro_batch: Any, state: _model.State) -> Any:
@@ -132,50 +140,56 @@ class _Accumulation:
             gradients = _loop.gradients_of(tape, scaled, function.weights)
             return _loop.Part(gradients, state, logs)
 
-        sums, state, logs, _ = _loop.sum_over_micro_batches(
-            step, batch, whole.examples, self.micro_batch_size, function.start(penalty)
-        )
+        sums, state, logs, _ = self._sum(step, function.start(), function, batch, examples)
         gradients = [_sums.add(*pair) for pair in zip(sums, penalties)]
         with _loop.after((gradients, state, logs)):
-            function.write(state)
+            logs = function.finish(state, logs, penalty, examples)
             self._remember(whole.examples)
             self._update(function.trained, gradients)
-        return logs
+        return _replicas.for_reduction(logs)
 
     def test_step(self, data: Any) -> Dict[str, Any]:
         """Reports the loss and the metrics of the whole batch."""
-        function, batch, whole = self._prepare(data, training=False)
+        function, batch, examples, whole = self._prepare(data, training=False)
 
         def step(micro_batch: Any, state: _model.State) -> Any:
             _, state, logs = function(micro_batch, state, whole)
             return _loop.Part([], state, logs)
 
-        start = function.start(function.regularization())
-        _, state, logs, _ = _loop.sum_over_micro_batches(
-            step, batch, whole.examples, self.micro_batch_size, start
-        )
+        _, state, logs, _ = self._sum(step, function.start(), function, batch, examples)
         with _loop.after((state, logs)):
-            function.write(state)
-        return logs
+            logs = function.finish(state, logs, function.regularization(), examples)
+        return _replicas.for_reduction(logs)
 
     def _prepare(self, data: Any, training: bool) -> Any:
-        """The model as a function, the batch, and the denominators of the whole batch."""
+        """The model as a function, the batch of this replica, the number of examples in it, and
+        the denominators of the whole batch.
+        """
         model = self.model
+        _replicas.check_scope(_replicas.strategy_of(_model.all_variables(model)))
         _checks.optimizer(model.optimizer)
         _checks.splittable_layers(_model.layers_of(model))
         batch = _split.to_tensors(keras.utils.unpack_x_y_sample_weight(data))
-        examples = _split.examples_in(batch)
+        examples = _split.examples_in(batch, may_be_empty=_replicas.in_several())
         runs = _split.runs(examples, self.micro_batch_size)
         first = _split.first_micro_batch(batch, runs)
         function = _model.ModelFunction(model, first, training, self.micro_batch_weight)
         _checks.no_overwriting_variables(function.trained)
         for message in function.inexact:
             _checks.warn_once(model, message)
-        return function, batch, self._whole(function, batch, examples)
+        return function, batch, examples, self._whole(function, batch, examples)
+
+    def _sum(
+        self, step: _loop.Step, state: Any, function: Any, batch: Any, examples: Any
+    ) -> _loop.Part:
+        return _loop.sum_over_micro_batches(
+            step, batch, examples, self.micro_batch_size, state, function.written.synchronized
+        )
 
     def _whole(self, function: Any, batch: Any, examples: Any) -> Denominators:
         """The denominators of the whole batch: the sums of those of its micro-batches."""
         if not function.counted:  # Then they are numbers of examples.
+            (examples,) = _replicas.total_counts([examples])
             return Denominators(examples, examples, [examples] * function.terms)
 
         def count(micro_batch: Any, carried: Any) -> Any:
@@ -184,9 +198,9 @@ class _Accumulation:
             counts = [d if d is None else tf.cast(d, keras.config.floatx()) for d in counts]
             return _loop.Part(counts, carried)
 
-        (weight, *terms), *_ = _loop.sum_over_micro_batches(
-            count, batch, examples, self.micro_batch_size, function.written.start().carried
-        )
+        carried = function.written.start().carried
+        counts = self._sum(count, carried, function, batch, examples).gradients
+        examples, weight, *terms = _replicas.total_counts([examples, *counts])
         return Denominators(examples, weight, terms)
 
     def _loss_scale(self, function: Any) -> Any:
@@ -204,7 +218,14 @@ class _Accumulation:
             return
         # Sums are float32 or wider; variables may be narrower.
         gradients = [_sums.cast(g, v.dtype) for g, v in zip(gradients, variables)]
-        self.model.optimizer.apply_gradients(zip(gradients, variables))
+        _replicas.apply_gradients(self.model.optimizer, gradients, variables)
+
+    def build(self, iterator: Any = None, data_batch: Any = None) -> None:
+        """Makes all variables. In replicas, which come next, it would be too late."""
+        if iterator is not None and not _model.is_built(self.model):
+            data_batch = next(next(batches for *_, batches in iterator))
+        with self.strategy.scope():
+            _model.build(self.model, _replicas.first_part(self.strategy, data_batch))
 
     def make_train_function(self, force: bool = False) -> Any:
         """As Keras', which calls it once at the start of a fit; also looks at the first batch."""
@@ -221,8 +242,9 @@ class _Accumulation:
             logs = function(iterator)
             if not self.looked_at:
                 self.looked_at = True
-                examples = int(self.first_batch.numpy())
-                if 0 < examples <= self.micro_batch_size:
+                examples = int(_replicas.read(self.first_batch))
+                replicas = 1 if self.strategy is None else self.strategy.num_replicas_in_sync
+                if 0 < examples <= self.micro_batch_size * replicas:
                     message = _checks.no_accumulation(examples, self.micro_batch_size)
                     warnings.warn(message, stacklevel=2)
             return logs
@@ -231,5 +253,5 @@ class _Accumulation:
 
     def _remember(self, examples: Any) -> None:
         # How large the first batch is may be known in the graph only.
-        first = self.first_batch
-        first.assign(tf.where(first > 0, first, examples))
+        first = _replicas.read(self.first_batch)
+        self.first_batch.assign(tf.where(first > 0, first, tf.cast(examples, first.dtype)))

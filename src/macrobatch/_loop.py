@@ -11,11 +11,11 @@ What the loop means, whichever way it runs:
     return Part(sums, state, latest, concatenated(aux))
 """
 
-from typing import Any, Callable, List, NamedTuple
+from typing import Any, Callable, List, NamedTuple, Sequence
 
 import tensorflow as tf
 
-from macrobatch import _checks, _split, _sums
+from macrobatch import _checks, _replicas, _split, _sums
 
 
 class Part(NamedTuple):
@@ -38,7 +38,12 @@ Step = Callable[[Any, Any], Part]
 
 
 def sum_over_micro_batches(
-    step: Step, batch: Any, examples: Any, micro_batch_size: int, state: Any
+    step: Step,
+    batch: Any,
+    examples: Any,
+    micro_batch_size: int,
+    state: Any,
+    synchronized: Sequence[str] = (),
 ) -> Part:
     """Runs `step` on each micro-batch and sums the gradients that it returns.
 
@@ -48,13 +53,17 @@ def sum_over_micro_batches(
         examples: their number, from `_split.examples_in(batch)`.
         micro_batch_size: examples in a micro-batch; the last one may have fewer.
         state: before the first micro-batch.
+        synchronized: the names of layers in which replicas meet. In a loop of a graph they cannot.
 
     Returns:
         The part of the whole batch.
     """
     runs = _split.runs(examples, micro_batch_size)
-    if tf.executing_eagerly() and any(run.count for run in runs):
-        return _run_eagerly(step, batch, runs, state)
+    if synchronized:
+        _checks.static_batch(examples, synchronized)
+        batch = _of_equal_sizes(batch, examples, synchronized)
+    if synchronized or (tf.executing_eagerly() and any(run.count for run in runs)):
+        return _run_one_by_one(step, batch, runs, state)
     if tf.executing_eagerly():  # A replica without examples: only a trace can tell what is summed.
         return tf.function(lambda: _run_in_graph(step, batch, runs, state), autograph=False)()
     return _run_in_graph(step, batch, runs, state)
@@ -87,23 +96,33 @@ def _shaped(gradient: Any, shape: tf.TensorShape) -> Any:
     return gradient
 
 
-def _run_eagerly(step: Step, batch: Any, runs: List[_split.Run], state: Any) -> Part:
+def _of_equal_sizes(batch: Any, examples: int, synchronized: Sequence[str]) -> Any:
+    """The batch, once it is known that replicas will meet as often as each expects to."""
+    (of_all,) = _replicas.total([tf.constant(examples)])
+    message = _checks.uneven_replicas(examples, synchronized)
+    equal = _split.asserted(tf.constant(0), of_all, examples * _replicas.count(), message)
+    with after([equal]):
+        return tf.nest.map_structure(lambda t: t if t is None else tf.identity(t), batch)
+
+
+def _run_one_by_one(step: Step, batch: Any, runs: List[_split.Run], state: Any) -> Part:
     sums: List[Any] = []
     latest: Any = None
     collected: List[Any] = []
     for run in runs:
         for index in range(int(run.count)):
-            part = step(_split.micro_batch(batch, run, index), state)
+            with after((sums, state)):  # or in a graph they could be in memory side by side
+                part = step(_split.micro_batch(batch, run, index), state)
             state, latest = part.state, part.latest
             gradients = [_sums.widened(gradient) for gradient in part.gradients]
             sums = [_sums.add(*pair) for pair in zip(sums, gradients)] if sums else gradients
             sums = [_sums.merge_rows(total) for total in sums]
             collected.append(part.aux)
-    aux = tf.nest.map_structure(_joined_eagerly, *collected)
+    aux = tf.nest.map_structure(_joined, *collected)
     return Part(sums, state, latest, aux)
 
 
-def _joined_eagerly(*leaves: Any) -> Any:
+def _joined(*leaves: Any) -> Any:
     if leaves[0] is None:
         return None
     taken = [_split.pieces(leaf) for leaf in leaves]

@@ -10,8 +10,11 @@ so Keras' own losses are called as they are, and all that has to be known about 
 macrobatch knows about the inside of Keras' losses is in this file.
 """
 
+import contextlib
 import functools
-from typing import Any, List, NamedTuple, Optional
+import sys
+import threading
+from typing import Any, Iterator, List, NamedTuple, Optional
 
 import keras
 import tensorflow as tf
@@ -183,6 +186,34 @@ def layers_adding_scalars(layers: List[Any], examples: Any) -> List[str]:
         if layer.activity_regularizer is None
         and any(not per_example(loss, examples) for loss in layer._get_own_losses())
     ]
+
+
+_undivided = threading.local()
+
+
+@contextlib.contextmanager
+def undivided() -> Iterator[None]:
+    """Lets means be means on replicas too, where Keras divides each by the number of replicas.
+
+    There the sum of such means is the mean of means. Here each has a share of its own.
+    """
+    # Whether a loss is divided depends on its reduction, and of what an overridden compute_loss
+    # returns nobody knows. All of Keras divides with this function, which has no public name.
+    module: Any = sys.modules[keras.losses.Loss.__module__]
+    divide = module.scale_loss_for_distribution
+    if not hasattr(divide, "__wrapped__"):
+
+        @functools.wraps(divide)
+        def divide_if_wanted(value: Any) -> Any:
+            return value if getattr(_undivided, "entered", False) else divide(value)
+
+        module.scale_loss_for_distribution = divide_if_wanted
+    before = getattr(_undivided, "entered", False)
+    _undivided.entered = True
+    try:
+        yield
+    finally:
+        _undivided.entered = before
 
 
 @functools.lru_cache(maxsize=None)

@@ -8,7 +8,7 @@ from typing import Any, Callable, Iterable, List, NamedTuple, Optional
 import keras
 import tensorflow as tf
 
-from macrobatch import _batch_norm, _checks, _losses, _split, _stateless
+from macrobatch import _batch_norm, _checks, _losses, _replicas, _split, _stateless
 from macrobatch._losses import Denominators
 from macrobatch._stateless import Scope
 
@@ -17,15 +17,13 @@ class State(NamedTuple):
     """What goes from one micro-batch to the next, and is written when the batch is through.
 
     Attributes:
-        loss: the reported loss of the batch so far.
+        loss: the reported loss of the batch so far, without weight regularisers.
         terms: the reported terms of the compiled loss so far.
-        trackers: the variables behind the reported losses, as of this loss.
-        written: all other variables that layers and metrics write, such as seeds.
+        written: the variables that layers and metrics write, such as seeds.
     """
 
     loss: Any
     terms: List[Any]
-    trackers: List[Any]
     written: _stateless.State
 
 
@@ -119,14 +117,10 @@ class ModelFunction:
             losses = [tf.cast(tf.reduce_sum(loss), dtype) for loss in self.model.losses]
         return tf.add_n([tf.zeros([], dtype), *losses])
 
-    def start(self, loss: Any) -> State:
-        """The state before the first micro-batch, where the loss is what regularisers add."""
-        return State(
-            loss=loss,
-            terms=[tf.zeros_like(loss)] * self.terms,
-            trackers=_stateless.read(self.trackers),
-            written=self.written.start(),
-        )
+    def start(self) -> State:
+        """The state before the first micro-batch."""
+        zero = tf.zeros([], keras.config.floatx())
+        return State(zero, [zero] * self.terms, self.written.start())
 
     def __call__(self, micro_batch: Any, state: State, whole: Denominators) -> Any:
         """Runs a micro-batch.
@@ -138,7 +132,7 @@ class ModelFunction:
 
         Returns:
             The micro-batch's part in the loss of the whole batch, without weight regularisers; the
-            state after it; and the logs of the batch so far.
+            state after it; and what `compute_metrics` returned.
         """
         x, y, sample_weight = micro_batch
         with self._scope(zip(self.written.carried, state.written.carried)) as scope:
@@ -152,21 +146,33 @@ class ModelFunction:
                     before + tf.cast(tf.stop_gradient(now), before.dtype)
                     for before, now in zip(terms, loss.terms.reported)
                 ]
-            self._update_trackers(total, terms, whole.examples)
             logs = self.model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
-        state = State(
-            loss=total,
-            terms=terms,
-            trackers=scope.values_of(self.trackers),
-            written=self.written.after(state.written, scope, calls_of),
-        )
+        state = State(total, terms, self.written.after(state.written, scope, calls_of))
         return loss.trained, state, tf.nest.map_structure(tf.convert_to_tensor, logs)
 
-    def write(self, state: State) -> None:
-        """Writes the state after the last micro-batch to the variables."""
-        for variable, value in zip(self.trackers, state.trackers):
-            variable.assign(value)
+    def finish(self, state: State, logs: Any, penalty: Any, examples: Any) -> Any:
+        """Writes the state after the last micro-batch to the variables.
+
+        Args:
+            state: the state.
+            logs: what `compute_metrics` returned for the last micro-batch.
+            penalty: the sum of the weight regularisers.
+            examples: the number of examples; in a replica, of its own.
+
+        Returns:
+            The logs, with losses and metrics as of the whole batch, over all replicas.
+        """
+        loss, *terms = _replicas.total([state.loss, *state.terms])
+        with self._scope(zip(self.written.carried, state.written.carried)) as scope:
+            self._update_trackers(loss + penalty, terms, examples)
         self.written.write(state.written)
+        for variable, value in zip(self.trackers, scope.values_of(self.trackers)):
+            variable.assign(value)
+        metrics = list(self.model.metrics_variables)
+        values = _stateless.shared(metrics, scope.values_of(metrics), whole=True)
+        with self._scope(zip(metrics, values)):
+            results = self.model.get_metrics_result()
+        return {name: results.get(name, value) for name, value in logs.items()}
 
     def _scope(self, carried: Iterable[Any] = ()) -> Scope:
         # Where a variable appears twice, the later value counts.
@@ -181,6 +187,7 @@ class ModelFunction:
         x, model = micro_batch[0], self.model
         return model(x, training=self.training) if model._call_has_training_arg else model(x)
 
+    @_losses.undivided()
     def _loss(
         self, micro_batch: Any, y_pred: Any, part: Denominators, whole: Optional[Any] = None
     ) -> "_Loss":
@@ -253,6 +260,35 @@ def overrides(model: Any, method: str) -> bool:
 def layers_of(model: Any) -> List[Any]:
     """The model and all layers in it."""
     return list(model._flatten_layers())
+
+
+def strategy_of(model: Any) -> Any:
+    """The strategy in whose scope the model was made, or None."""
+    return model._distribute_strategy
+
+
+def is_built(model: Any) -> bool:
+    """Whether there is nothing more to learn from a batch."""
+    parts = [*layers_of(model), model._compile_loss, model._compile_metrics]
+    return all(part is None or part.built for part in parts)
+
+
+def build(model: Any, batch: Any) -> None:
+    """Makes the variables of a model, its losses, its metrics and its optimizer.
+
+    Args:
+        model: a compiled model.
+        batch: a batch, of which shapes and types count; not needed if the model is built.
+    """
+    unknown = tf.nest.map_structure(
+        lambda t: t if t is None else tf.TensorSpec([None, *t.shape[1:]], t.dtype), batch
+    )
+    model._symbolic_build(data_batch=unknown)
+
+
+def all_variables(model: Any) -> List[Any]:
+    """The variables of a model and its optimizer."""
+    return [*model.variables, *(model.optimizer.variables if model.optimizer else ())]
 
 
 def _variables_of(model: Any) -> List[Any]:

@@ -7,7 +7,7 @@ import functools
 import inspect
 import threading
 from concurrent import futures
-from typing import Any, Callable, Iterable, List, Optional, Sequence
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence
 
 import tensorflow as tf
 
@@ -75,7 +75,39 @@ def total(values: List[Any]) -> List[Any]:
     if not in_several():
         return values
     context = tf.distribute.get_replica_context()
-    return list(context.all_reduce(tf.distribute.ReduceOp.SUM, values))
+    sums: Dict[int, Any] = {}
+    # A strategy packs what it is given at one time into few large messages, of one dtype each.
+    for dtype in sorted({value.dtype.name for value in values}):
+        indices = [i for i, value in enumerate(values) if value.dtype.name == dtype]
+        same = [values[i] for i in indices]
+        sums.update(zip(indices, context.all_reduce(tf.distribute.ReduceOp.SUM, same)))
+    return [sums[i] for i in range(len(values))]
+
+
+def total_counts(counts: List[Any]) -> List[Any]:
+    """The sums of numbers over all replicas. None stays None, as do all where there is one."""
+    if not in_several():
+        return counts
+    there = [count for count in counts if count is not None]
+    is_double = any(getattr(count, "dtype", None) == tf.float64 for count in there)
+    dtype = tf.float64 if is_double else tf.float32
+    sums = iter(total([tf.cast(count, dtype) for count in there]))
+    return [count if count is None else next(sums) for count in counts]
+
+
+def for_reduction(logs: Any) -> Any:
+    """Logs, equal on all replicas, so that Keras' mean over replicas leaves them as they are."""
+    devices = tf.distribute.get_strategy().extended.worker_devices
+    several_workers = in_replica() and count() > len(devices)
+    # With several workers, Keras takes the mean over the first axis, as if logs were batches.
+    return tf.nest.map_structure(lambda t: t[None], logs) if several_workers else logs
+
+
+def first_part(strategy: Any, batch: Any) -> Any:
+    """The part of a batch that the first of this machine's replicas gets."""
+    return tf.nest.map_structure(
+        lambda leaf: leaf if leaf is None else strategy.experimental_local_results(leaf)[0], batch
+    )
 
 
 def of_first(values: List[Any]) -> List[Any]:

@@ -88,6 +88,12 @@ class Written:
         """All BatchNormalization layers that were called in training."""
         return [*self.pooled, *self.decaying]
 
+    @property
+    def synchronized(self) -> List[str]:
+        """The names of those among them in which replicas meet."""
+        meeting = _replicas.in_several()
+        return [layer.name for layer in self.normalizing if meeting and layer.synchronized]
+
     def start(self) -> State:
         """The state before the first micro-batch."""
         moments = [_batch_norm.nothing(layer) for layer in self.pooled]
@@ -117,12 +123,8 @@ class Written:
 
         Replicas then have the same, except where each holds a part, as those of metrics.
         """
-        shared = [v for v in self.carried if v.synchronization != "on_read"]
-        values = {id(v): value for v, value in zip(self.carried, state.carried)}
-        of_first = _replicas.of_first([values[id(v)] for v in shared])
-        values.update(zip(map(id, shared), of_first))
-        for variable in self.carried:
-            variable.assign(values[id(variable)])
+        for variable, value in zip(self.carried, shared(self.carried, state.carried)):
+            variable.assign(value)
         for (layer, masked), moments in zip(self.pooled.items(), state.moments):
             _batch_norm.update(layer, _batch_norm.over_replicas(moments), masked)
 
@@ -204,6 +206,21 @@ def converted(function: Callable[[Any], Any], conversion: Any) -> Callable[[Any]
 def read(variables: Iterable[Any]) -> List[Any]:
     """The values of variables."""
     return [tf.convert_to_tensor(variable.value) for variable in variables]
+
+
+def shared(variables: List[Any], values: List[Any], whole: bool = False) -> List[Any]:
+    """The values that variables get when each replica has come to its own.
+
+    Those of the first replica; but of variables of which each replica holds a part, as those of
+    metrics are, its own, or their sum if `whole`.
+    """
+    if not _replicas.in_several():
+        return values
+    in_parts = [variable.synchronization == "on_read" for variable in variables]
+    of_first = iter(_replicas.of_first([v for v, part in zip(values, in_parts) if not part]))
+    parts = [value for value, part in zip(values, in_parts) if part]
+    own = iter(_replicas.total(parts) if whole else parts)
+    return [next(own) if part else next(of_first) for part in in_parts]
 
 
 def without(variables: Iterable[Any], others: Iterable[Any]) -> List[Any]:
