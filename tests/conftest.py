@@ -16,7 +16,7 @@ tf.config.set_logical_device_configuration(
 )
 # Models here are tiny, and tests run side by side.
 tf.config.threading.set_intra_op_parallelism_threads(1)
-tf.config.threading.set_inter_op_parallelism_threads(1)
+tf.config.threading.set_inter_op_parallelism_threads(2)
 
 
 @pytest.fixture(autouse=True)
@@ -27,3 +27,16 @@ def double_precision():
     yield
     keras.config.set_dtype_policy("float32")
     keras.config.set_floatx("float32")
+
+
+def pytest_collection_modifyitems(items):
+    # What is tested on replicas is imported from tests for one device, with all of their modes.
+    items[:] = [
+        item
+        for item in items
+        if "on_replicas" not in item.nodeid or _param(item, "mode") in (None, "graph")
+    ]
+
+
+def _param(item, name):
+    return item.callspec.params.get(name) if hasattr(item, "callspec") else None

@@ -1,5 +1,7 @@
 """What the equivalence tests share: training a model plainly and accumulated, and comparing."""
 
+import contextlib
+
 import keras
 import numpy as np
 import tensorflow as tf
@@ -32,12 +34,17 @@ class DensePlain(keras.Model):
         return self.compute_metrics(x, y, y_pred, sample_weight)
 
 
+# In whose scope the accumulated model is made; the plain one is always on one device.
+strategy = tf.distribute.get_strategy()
+
+
 def build_pair(build):
     """Two models with the same weights."""
     models = []
-    for _ in range(2):
+    for scope in (contextlib.nullcontext(), strategy.scope()):
         keras.utils.set_random_seed(7)
-        models.append(build())
+        with scope:
+            models.append(build())
     return models
 
 
@@ -50,10 +57,11 @@ def assert_same(left, right, tolerance=1e-10):
     pairs = list(zip(variables(left), variables(right)))
     assert len(pairs) == len(variables(left)) == len(variables(right))
     for a, b in pairs:
-        a_value, b_value = np.array(a), np.array(b)
+        a_value = np.array(a)
         scale = max(1.0, np.abs(a_value).max(initial=0.0))
-        difference = np.abs(a_value - b_value).max(initial=0.0) / scale
-        assert difference <= tolerance, f"{a.path} differs by {difference}"
+        for b_value in strategy.experimental_local_results(b.value):
+            difference = np.abs(a_value - b_value.numpy()).max(initial=0.0) / scale
+            assert difference <= tolerance, f"{a.path} differs by {difference}"
 
 
 def assert_same_history(left, right, tolerance=1e-10):
@@ -87,8 +95,9 @@ def check(
     histories = []
     for model in (plain, accumulated):
         # A lambda makes a new loss or metric for each model: metrics keep state.
-        arguments = {k: v() if _is_lambda(v) else v for k, v in compiled.items()}
-        model.compile(optimizer=optimizer(), **arguments)
+        with strategy.scope() if model is accumulated else contextlib.nullcontext():
+            arguments = {k: v() if _is_lambda(v) else v for k, v in compiled.items()}
+            model.compile(optimizer=optimizer(), **arguments)
         if before:
             before(model)
         if model is accumulated:

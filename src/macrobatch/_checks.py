@@ -91,6 +91,40 @@ def strategy(value: Any) -> None:
         )
 
 
+def fits_replicas(model: Any, strategy: Any) -> None:
+    """Raises for settings of a model that several replicas cannot train with."""
+    if strategy.num_replicas_in_sync == 1 or is_tpu_strategy(strategy):
+        return
+    settings = {"jit_compile": bool(model.jit_compile)}
+    settings["steps_per_execution"] = getattr(model, "steps_per_execution", 1) > 1
+    for name, is_set in settings.items():
+        if is_set:
+            raise ValueError(
+                f"{name} cannot be used with several replicas: TensorFlow cannot put the exchange "
+                f"between them there. Received: {name}={getattr(model, name)} on "
+                f"{strategy.num_replicas_in_sync} replicas of {type(strategy).__name__}. "
+                f"Leave {name} out of compile()."
+            )
+
+
+def is_tpu_strategy(value: Any) -> bool:
+    """Whether a strategy is for TPUs, where XLA compiles everything."""
+    return isinstance(value, getattr(tf.distribute, "TPUStrategy", ()))
+
+
+def optimizer_on_replicas(value: Any) -> None:
+    """Raises for optimizers that several replicas cannot call together."""
+    for each in [value, *inner_optimizers(value)]:
+        frequency = getattr(each, "ema_overwrite_frequency", None)
+        if getattr(each, "use_ema", False) and frequency:
+            raise ValueError(
+                "ema_overwrite_frequency cannot be used with several replicas: Keras' optimizers "
+                f"overwrite in a branch, where replicas cannot meet. Received: {frequency} on "
+                f"{type(each).__name__}. Leave it out, and take the averages at the end of each "
+                "epoch with keras.callbacks.SwapEMAWeights."
+            )
+
+
 def one_strategy(strategies: Sequence[Any]) -> None:
     """Raises if variables were made in the scopes of different strategies."""
     if any(each is not strategies[0] for each in strategies):
@@ -463,11 +497,12 @@ def inexact(
     return messages
 
 
-def no_accumulation(examples: int, micro_batch_size: int) -> str:
-    """What to say of a batch that is a single micro-batch."""
+def no_accumulation(examples: int, micro_batch_size: int, replicas: int) -> str:
+    """What to say of a batch that is a single micro-batch on each replica."""
+    of_each = "" if replicas == 1 else f" on {replicas} replicas"
     return (
         f"Nothing is being accumulated: the first batch has {examples} examples, and "
-        f"micro_batch_size={micro_batch_size} takes them all at once. The batch is what one update "
+        f"micro_batch_size={micro_batch_size}{of_each} takes them all at once. The batch is what one update "
         "is made from: choose a larger one with fit(batch_size=...), or dataset.rebatch(n) if the "
         "dataset yields micro-batches."
     )

@@ -166,7 +166,7 @@ class _Accumulation:
         the denominators of the whole batch.
         """
         model = self.model
-        _replicas.check_scope(_replicas.strategy_of(_model.all_variables(model)))
+        self._check_scope()
         _checks.optimizer(model.optimizer)
         _checks.splittable_layers(_model.layers_of(model))
         batch = _split.to_tensors(keras.utils.unpack_x_y_sample_weight(data))
@@ -222,10 +222,23 @@ class _Accumulation:
 
     def build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Makes all variables. In replicas, which come next, it would be too late."""
-        if iterator is not None and not _model.is_built(self.model):
-            data_batch = next(next(batches for *_, batches in iterator))
-        with self.strategy.scope():
-            _model.build(self.model, _replicas.first_part(self.strategy, data_batch))
+        model, strategy = self.model, self.strategy
+        _checks.fits_replicas(model, strategy)
+        self._check_scope()
+        if not _model.is_built(model):
+            if iterator is not None:
+                data_batch = next(next(batches for *_, batches in iterator))
+            batch = keras.utils.unpack_x_y_sample_weight(_replicas.first_part(strategy, data_batch))
+            few = [_split.Run(0, self.micro_batch_size, 1, static=False)]
+            with strategy.scope():
+                first = _split.first_micro_batch(_split.to_tensors(batch), few)
+                _model.ModelFunction(model, first, True, self.micro_batch_weight)
+        if model.optimizer is not None and not model.optimizer.built:
+            with strategy.scope():
+                model.optimizer.build(model.trainable_variables)
+
+    def _check_scope(self) -> None:
+        _replicas.check_scope(_replicas.strategy_of(_model.all_variables(self.model)))
 
     def make_train_function(self, force: bool = False) -> Any:
         """As Keras', which calls it once at the start of a fit; also looks at the first batch."""
@@ -245,7 +258,7 @@ class _Accumulation:
                 examples = int(_replicas.read(self.first_batch))
                 replicas = 1 if self.strategy is None else self.strategy.num_replicas_in_sync
                 if 0 < examples <= self.micro_batch_size * replicas:
-                    message = _checks.no_accumulation(examples, self.micro_batch_size)
+                    message = _checks.no_accumulation(examples, self.micro_batch_size, replicas)
                     warnings.warn(message, stacklevel=2)
             return logs
 

@@ -273,22 +273,10 @@ def is_built(model: Any) -> bool:
     return all(part is None or part.built for part in parts)
 
 
-def build(model: Any, batch: Any) -> None:
-    """Makes the variables of a model, its losses, its metrics and its optimizer.
-
-    Args:
-        model: a compiled model.
-        batch: a batch, of which shapes and types count; not needed if the model is built.
-    """
-    unknown = tf.nest.map_structure(
-        lambda t: t if t is None else tf.TensorSpec([None, *t.shape[1:]], t.dtype), batch
-    )
-    model._symbolic_build(data_batch=unknown)
-
-
 def all_variables(model: Any) -> List[Any]:
-    """The variables of a model and its optimizer."""
-    return [*model.variables, *(model.optimizer.variables if model.optimizer else ())]
+    """The variables of a model, its metrics and its optimizer."""
+    of_optimizer = model.optimizer.variables if model.optimizer else ()
+    return [*model.variables, *model.metrics_variables, *of_optimizer]
 
 
 def _variables_of(model: Any) -> List[Any]:

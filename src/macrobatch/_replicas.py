@@ -184,6 +184,8 @@ def apply_gradients(optimizer: Any, gradients: List[Any], variables: List[Any]) 
     Left to itself an optimizer would clip the part of each replica, and Keras 3 take a row that
     several replicas bring for different rows. So they are summed before it sees them.
     """
+    if in_several():
+        _checks.optimizer_on_replicas(optimizer)
     arguments = _no_reduction_of_its_own(optimizer) if in_several() else None
     if arguments is not None:
         there = [gradient for gradient in gradients if gradient is not None]
