@@ -193,6 +193,7 @@ def test_how_a_worker_ends_is_how_the_run_ends(script, ending, code, last):
         assert result.stderr == b""
     else:
         assert last_line(result).startswith(last)
+        assert b"worker 0" not in result.stderr  # it is not to blame
 
 
 def test_the_first_failing_worker_has_the_last_word(script):
