@@ -12,23 +12,51 @@ The data flow, and the order in which the package reads:
                                       value_and_gradients: _gradients, and the update is yours
                                       GradientAccumulator: _window, _accumulator
 
-What users pass is checked in _checks, and for GradientAccumulator in _window_checks.
+What users pass is checked in _checks, and for GradientAccumulator in _window_checks. What several
+workers need besides is in _workers; they are started by cli, and each of them runs in _worker.
 """
 
-from macrobatch import _checks
-from macrobatch._accumulator import GradientAccumulator
-from macrobatch._checks import ExactnessWarning
+import importlib
+from typing import TYPE_CHECKING, Any, List
+
+if TYPE_CHECKING:
+    from macrobatch._accumulator import GradientAccumulator
+    from macrobatch._checks import ExactnessWarning
+    from macrobatch._gradients import value_and_gradients
+    from macrobatch._keras import accumulate, release
+    from macrobatch._workers import wait_for_workers
 
 __version__ = "0.1.0"
 
-__all__ = ["ExactnessWarning", "GradientAccumulator"]
+__all__ = [
+    "ExactnessWarning",
+    "GradientAccumulator",
+    "accumulate",
+    "release",
+    "value_and_gradients",
+    "wait_for_workers",
+]
 
-if _checks.has_keras_3():
-    from macrobatch._gradients import value_and_gradients
-    from macrobatch._keras import accumulate, release
+_ROOMS = {
+    "ExactnessWarning": "_checks",
+    "GradientAccumulator": "_accumulator",
+    "accumulate": "_keras",
+    "release": "_keras",
+    "value_and_gradients": "_gradients",
+    "wait_for_workers": "_workers",
+}
 
-    __all__ += ["accumulate", "release", "value_and_gradients"]
-else:
 
-    def __getattr__(name: str) -> None:
-        _checks.known_here(name)
+# TensorFlow takes seconds to import: the command `macrobatch` can do without it.
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module 'macrobatch' has no attribute {name!r}")
+    checks = importlib.import_module("macrobatch._checks")
+    checks.known_here(name)
+    value = getattr(importlib.import_module(f"macrobatch.{_ROOMS[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> List[str]:
+    return sorted([*globals(), *__all__])

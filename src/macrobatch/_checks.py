@@ -4,7 +4,7 @@ import inspect
 import numbers
 import warnings
 import weakref
-from typing import Any, Iterable, List, Optional, Sequence, Set, Tuple
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Set, Tuple
 
 import tensorflow as tf
 
@@ -28,15 +28,14 @@ def has_keras_3() -> bool:
 
 
 def known_here(name: str) -> None:
-    """Raises for a name of the package that this TensorFlow is too old for, or that is unknown."""
-    if name in ("accumulate", "release", "value_and_gradients"):
+    """Raises for a name of the package that this TensorFlow is too old for."""
+    if name not in ("ExactnessWarning", "GradientAccumulator") and not has_keras_3():
         raise ImportError(
             f"macrobatch.{name} needs TensorFlow 2.16 or newer, with Keras 3.12 or newer. "
             f"Received: TensorFlow {tf.__version__}, on which macrobatch offers "
             "GradientAccumulator. Update with: pip install 'macrobatch[cpu]' on Python 3.10 or "
             "newer."
         )
-    raise AttributeError(f"module 'macrobatch' has no attribute {name!r}")
 
 
 def micro_batch_size(value: Any) -> int:
@@ -165,6 +164,51 @@ def uneven_replicas(examples: int, synchronized: Sequence[str]) -> str:
         "others. Choose a batch size that the number of replicas divides, with "
         "drop_remainder=True."
     )
+
+
+def workers_missing(own: str, missing: Dict[str, str], timeout: float) -> str:
+    """What to say of workers that did not come."""
+    names = ", ".join(f"{name} ({address})" for name, address in missing.items())
+    return (
+        f"All workers must come within {timeout:g} seconds. Waited in vain, as {own}, for: {names}. "
+        "Look there for why; or wait longer with wait_for_workers(timeout=...)."
+    )
+
+
+def backs_up_epochs(save_freq: Any) -> None:
+    """Raises for backups in the middle of an epoch, whose data starts over after a restart."""
+    if save_freq != "epoch":
+        raise ValueError(
+            "With several workers, BackupAndRestore must back up whole epochs: Keras starts an "
+            "epoch over after a restart, and would apply its first batches twice. "
+            f'Received: save_freq={save_freq!r}. Expected: save_freq="epoch"; to lose less, make '
+            "epochs shorter with steps_per_epoch."
+        )
+
+
+def same_backup(epochs: Sequence[int], folder: str) -> None:
+    """Raises if workers have found different backups."""
+    if len(set(epochs)) > 1:
+        raise ValueError(
+            "All workers must restore the same backup. Received: backups after "
+            f"{list(epochs)} epochs, one for each replica, in backup_dir={folder!r}. "
+            "Put backup_dir on a file system that all workers share."
+        )
+
+
+def shuffles_alike(x: Any, shuffle: Any) -> None:
+    """Warns if each worker is about to shuffle the same arrays in its own way."""
+    is_array = hasattr(x, "__array__") or isinstance(x, (list, tuple, dict))
+    # Public, and the one way to ask whether `keras.utils.set_random_seed` was called.
+    if is_array and shuffle and tf.compat.v1.get_seed(None) == (None, None):
+        warnings.warn(
+            "Each worker shuffles the arrays on its own, so that examples are left out and others "
+            "taken twice. Received: arrays, shuffle=True and no seed. Call "
+            "keras.utils.set_random_seed(...) with the same number on all workers, or pass "
+            "shuffle=False.",
+            ExactnessWarning,
+            stacklevel=2,
+        )
 
 
 def plain_train_step(model: Any) -> None:

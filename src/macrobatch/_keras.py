@@ -2,13 +2,14 @@
 its own: the loop is in _loop, the loss in _losses, the model as a function in _model.
 """
 
+import inspect
 import warnings
 from typing import Any, Callable, Dict, List, Optional, TypeVar
 
 import keras
 import tensorflow as tf
 
-from macrobatch import _checks, _loop, _model, _replicas, _split, _sums
+from macrobatch import _checks, _loop, _model, _replicas, _split, _sums, _workers
 from macrobatch._losses import Denominators
 
 Model = TypeVar("Model")
@@ -111,6 +112,8 @@ class _Accumulation:
             # Private, and what keeps Keras from fitting batches that replicas do not divide, and
             # from fitting on several workers at all: it takes the mean of the replicas' examples.
             methods["_maybe_symbolic_build"] = self.build
+        if _replicas.has_several_workers(self.strategy):
+            methods["fit"] = self.fit
         for name, method in methods.items():
             setattr(self.model, name, method)
         self._forget_traces()
@@ -219,6 +222,16 @@ class _Accumulation:
         # Sums are float32 or wider; variables may be narrower.
         gradients = [_sums.cast(g, v.dtype) for g, v in zip(gradients, variables)]
         _replicas.apply_gradients(self.model.optimizer, gradients, variables)
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """As Keras', on one of several workers."""
+        fit = type(self.model).fit
+        call = inspect.signature(fit).bind(self.model, *args, **kwargs)
+        call.apply_defaults()
+        _checks.shuffles_alike(call.arguments["x"], call.arguments["shuffle"])
+        callbacks = _workers.callbacks_of(self.strategy, call.arguments["callbacks"])
+        call.arguments["callbacks"] = callbacks
+        return fit(*call.args, **call.kwargs)
 
     def build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Makes all variables. In replicas, which come next, it would be too late."""

@@ -97,10 +97,16 @@ def total_counts(counts: List[Any]) -> List[Any]:
 
 def for_reduction(logs: Any) -> Any:
     """Logs, equal on all replicas, so that Keras' mean over replicas leaves them as they are."""
-    devices = tf.distribute.get_strategy().extended.worker_devices
-    several_workers = in_replica() and count() > len(devices)
-    # With several workers, Keras takes the mean over the first axis, as if logs were batches.
-    return tf.nest.map_structure(lambda t: t[None], logs) if several_workers else logs
+    if not has_several_workers(tf.distribute.get_strategy()):
+        return logs
+    # Then Keras takes the mean over the first axis, as if logs were batches.
+    return tf.nest.map_structure(lambda log: log[None], logs)
+
+
+def has_several_workers(strategy: Any) -> bool:
+    """Whether a strategy has replicas on other machines, or in other processes."""
+    devices = () if strategy is None else strategy.extended.worker_devices
+    return bool(devices) and strategy.num_replicas_in_sync > len(devices)
 
 
 def first_part(strategy: Any, batch: Any) -> Any:
