@@ -30,13 +30,7 @@ def double_precision():
 
 
 def pytest_collection_modifyitems(items):
-    # What is tested on replicas is imported from tests for one device, with all of their modes.
-    items[:] = [
-        item
-        for item in items
-        if "on_replicas" not in item.nodeid or _param(item, "mode") in (None, "graph")
-    ]
+    def selected(item):
+        return getattr(getattr(item, "module", None), "selected", lambda item: True)(item)
 
-
-def _param(item, name):
-    return item.callspec.params.get(name) if hasattr(item, "callspec") else None
+    items[:] = [item for item in items if selected(item)]

@@ -95,7 +95,7 @@ def check(
     histories = []
     for model in (plain, accumulated):
         # A lambda makes a new loss or metric for each model: metrics keep state.
-        with strategy.scope() if model is accumulated else contextlib.nullcontext():
+        with model.distribute_strategy.scope():
             arguments = {k: v() if _is_lambda(v) else v for k, v in compiled.items()}
             model.compile(optimizer=optimizer(), **arguments)
         if before:

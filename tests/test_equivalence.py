@@ -516,12 +516,14 @@ def test_variables_without_gradient_in_some_micro_batches():
 )
 def test_repeated_embedding_rows(mode, name):
     plain, accumulated = build_pair(dense_tagger)
-    accumulated = keras.Model(accumulated.inputs, accumulated.outputs[0])
+    with accumulated.distribute_strategy.scope():
+        accumulated = keras.Model(accumulated.inputs, accumulated.outputs[0])
     macrobatch.accumulate(accumulated, 3)
     x, y = tokens(), tokens(vocabulary=3, seed=1)
     histories = []
     for model in (plain, accumulated):
-        model.compile(OPTIMIZERS[name](), "sparse_categorical_crossentropy", **MODES[mode])
+        with model.distribute_strategy.scope():
+            model.compile(OPTIMIZERS[name](), "sparse_categorical_crossentropy", **MODES[mode])
         histories.append(model.fit(x, y, batch_size=8, epochs=2, shuffle=False, verbose=0))
     assert_same(plain, accumulated)
     assert_same_history(*histories)
@@ -537,7 +539,8 @@ def test_mixed_precision_is_as_close_as_its_rounding(policy):
     plain, accumulated = build_pair(dense)
     macrobatch.accumulate(accumulated, 3)
     for model in (plain, accumulated):
-        model.compile(optimizers.SGD(0.1, momentum=0.9), "mse")
+        with model.distribute_strategy.scope():
+            model.compile(optimizers.SGD(0.1, momentum=0.9), "mse")
         model.fit(data(N, 4), data(N, 2), batch_size=8, epochs=2, shuffle=False, verbose=0)
     precision = {"mixed_float16": 2e-3, "mixed_bfloat16": 1e-2, "bfloat16": 3e-2}[policy]
     assert_same(plain, accumulated, tolerance=precision)
@@ -587,7 +590,8 @@ def test_dict_datasets_with_none():
     plain, accumulated = build_pair(Optional)
     macrobatch.accumulate(accumulated, 3)
     for model in (plain, accumulated):
-        model.compile(optimizers.SGD(0.1), "mse")
+        with model.distribute_strategy.scope():
+            model.compile(optimizers.SGD(0.1), "mse")
     for start in (0, 8):
         x = {"a": data(N, 4)[start : start + 8], "nothing": None}
         y = data(N, 2, seed=1)[start : start + 8]
@@ -618,7 +622,8 @@ def test_kinds_of_data(kind):
     macrobatch.accumulate(accumulated, 3)
     arrays = tf.data.Dataset.from_tensor_slices((data(N, 4), data(N, 2, seed=1)))
     for model in (plain, accumulated):
-        model.compile(optimizers.Adam(0.1), "mse")
+        with model.distribute_strategy.scope():
+            model.compile(optimizers.Adam(0.1), "mse")
         x, arguments = {
             # Without steps_per_epoch, plain Keras counts an iteration when it runs out of data.
             "generator": lambda: (generator(), {"steps_per_epoch": 3}),

@@ -184,6 +184,14 @@ def parts(strategy: Any, variable: Any) -> Sequence[Any]:
     return [variable] if strategy is None else strategy.experimental_local_results(variable)
 
 
+def gathered(strategy: Any, variable: Any) -> Any:
+    """The parts of a variable on all machines, one after the other. Outside of functions."""
+    if not has_several_workers(strategy):
+        return tf.concat([part.read_value() for part in parts(strategy, variable)], 0)
+    gather = tf.function(lambda: strategy.gather(run(strategy, lambda: local(variable)), axis=0))
+    return gather()
+
+
 def apply_gradients(optimizer: Any, gradients: List[Any], variables: List[Any]) -> None:
     """Calls an optimizer with gradients; in a replica, with their sums over all replicas.
 
@@ -194,6 +202,7 @@ def apply_gradients(optimizer: Any, gradients: List[Any], variables: List[Any]) 
         _checks.optimizer_on_replicas(optimizer)
     arguments = _no_reduction_of_its_own(optimizer) if in_several() else None
     if arguments is not None:
+        gradients = _agreed(gradients, variables)
         there = [gradient for gradient in gradients if gradient is not None]
         sums = iter(total(there))
         gradients = [g if g is None else _sums.merge_rows(next(sums)) for g in gradients]
@@ -205,6 +214,18 @@ def apply_gradients(optimizer: Any, gradients: List[Any], variables: List[Any]) 
     finally:
         with _counting:
             _reduced.subtract(summed)
+
+
+def _agreed(gradients: List[Any], variables: List[Any]) -> List[Any]:
+    """The gradients, with zeros for those that other replicas have and this one has not."""
+    if not tf.executing_eagerly():  # In a graph all replicas have the same.
+        return gradients
+    flags = [float(gradient is not None) for gradient in gradients]
+    (counts,) = total([tf.constant(flags)])
+    return [
+        tf.zeros(v.shape, v.dtype) if g is None and count > 0 else g
+        for g, v, count in zip(gradients, variables, counts.numpy())
+    ]
 
 
 # How many replicas are in a call with gradients that are summed already, for each optimizer. It

@@ -190,7 +190,7 @@ class Window(tf.Module):
         for _, index in np.argwhere(self.kinds()[[ROWS]]):
             both = (_replicas.parts(self._strategy, v) for v in self._sum(ROWS, index))
             replicas = list(zip(*both))
-            rows, _ = tf.unique(tf.concat([indices for _, indices in replicas], 0))
+            rows, _ = tf.unique(_replicas.gathered(self._strategy, self._sum(ROWS, index)[1]))
             for values, indices in replicas:
                 shape = [rows.shape.as_list()[0], *values.shape.as_list()[1:]]
                 none = tf.IndexedSlices(tf.zeros(shape, values.dtype), rows)

@@ -1,9 +1,10 @@
 """Several workers: waiting for each other, and files that only one of them may write."""
 
+import contextlib
 import re
 import socket
 import time
-from typing import Any, Dict, List, Optional
+from typing import Any, List, Optional, Set
 
 import keras
 import tensorflow as tf
@@ -39,29 +40,47 @@ def wait_for_workers(timeout: float = 300, *, cluster_resolver: Optional[Any] = 
         for index, address in enumerate(addresses)
     }
     own = f"{resolver.task_type} {resolver.task_id}"
-    missing = {name: address for name, address in tasks.items() if name != own}
-    if own not in tasks or not missing:
+    others = {name: address for name, address in tasks.items() if name != own}
+    if own not in tasks or not others:
         return
     deadline = time.monotonic() + timeout
-    # Here the strategy's server will listen, which from then on answers those who come later.
+    greeted: Set[str] = set()
+    heard: Set[str] = set()
+    # Here the strategy's server will listen later. Nobody goes on before all have been here.
     with socket.socket() as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("", int(tasks[own].rpartition(":")[2])))
         listener.listen(len(tasks))
-        while missing:
-            missing = {name: at for name, at in missing.items() if not _answers(at)}
-            if missing and time.monotonic() > deadline:
+        listener.settimeout(0.1)
+        while not greeted & heard >= set(others):
+            greeted |= {name for name in set(others) - greeted if _greet(others[name], own)}
+            heard |= _greetings(listener)
+            if time.monotonic() > deadline and not greeted & heard >= set(others):
+                missing = {name: others[name] for name in others if name not in greeted & heard}
                 raise TimeoutError(_checks.workers_missing(own, missing, timeout))
-            time.sleep(0.1 if missing else 0)
 
 
-def _answers(address: str) -> bool:
+def _greet(address: str, own: str) -> bool:
     host, _, port = address.rpartition(":")
     try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=2) as connection:
+            connection.sendall(own.encode())
     except OSError:
         return False
     return True
+
+
+def _greetings(listener: socket.socket) -> Set[str]:
+    """The names of those who have come here since the last time."""
+    names = set()
+    while True:
+        try:
+            connection, _ = listener.accept()
+        except socket.timeout:
+            return names
+        with connection, contextlib.suppress(OSError):
+            connection.settimeout(2)
+            names.add(connection.recv(100).decode(errors="replace"))
 
 
 # What writes files, with nothing else to it.
@@ -90,8 +109,9 @@ def callbacks_of(strategy: Any, callbacks: Any) -> Any:
 class _Backup(keras.callbacks.Callback):
     """BackupAndRestore for several workers, of which any may be killed at any moment.
 
-    Keras writes the weights and then, to another file, the epoch: whoever is killed in between
-    repeats an epoch. Here the epoch is in the name of the file, which gets it when all is written.
+    Keras' own writes the weights and then, to another file, the epoch: whoever is killed in between
+    repeats an epoch. And it leaves out seeds, so that dropout starts over. Here the epoch is in the
+    name of a checkpoint of everything, which TensorFlow completes by writing its index.
     """
 
     def __init__(self, strategy: Any, callback: Any):
@@ -103,36 +123,37 @@ class _Backup(keras.callbacks.Callback):
         self._writes = strategy.extended.should_checkpoint
 
     def on_train_begin(self, logs: Any = None) -> None:
-        epochs = self._epochs()
-        epoch = max(epochs, default=0)
+        epoch = max(self._epochs(), default=0)
         _checks.same_backup(_values_of_all(self._strategy, epoch), self._folder)
         if epoch:
-            self.model.load_weights(epochs[epoch])
+            self._checkpoint().read(self._path(epoch)).assert_consumed()
             # Private: what BackupAndRestore sets, and `fit` starts from.
             self.model._initial_epoch = epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if self._writes:
             before = self._epochs()
-            tf.io.gfile.makedirs(self._folder)
-            unfinished = tf.io.gfile.join(self._folder, "unfinished.weights.h5")
-            self.model.save_weights(unfinished, overwrite=True)
-            finished = tf.io.gfile.join(self._folder, f"epoch-{epoch + 1}.weights.h5")
-            tf.io.gfile.rename(unfinished, finished, overwrite=True)
-            for path in before.values():
-                tf.io.gfile.remove(path)
+            self._checkpoint().write(self._path(epoch + 1))
+            for older in before:
+                for path in tf.io.gfile.glob(f"{self._path(older)}.*"):
+                    tf.io.gfile.remove(path)
 
     def on_train_end(self, logs: Any = None) -> None:
-        # When one is through, the others may still be about to fail.
-        _values_of_all(self._strategy, 0)
+        _values_of_all(self._strategy, 0)  # Before all are through, one may still fail.
         if self._writes and self._deletes and tf.io.gfile.exists(self._folder):
             tf.io.gfile.rmtree(self._folder)
 
-    def _epochs(self) -> Dict[int, str]:
-        """The backups, by the number of epochs that are in them."""
-        pattern = tf.io.gfile.join(self._folder, "epoch-*.weights.h5")
-        found = tf.io.gfile.glob(pattern)
-        return {int(re.findall(r"epoch-(\d+)", path)[-1]): path for path in found}
+    def _checkpoint(self) -> Any:
+        variables = [*self.model.variables, *self.model.optimizer.variables]
+        return tf.train.Checkpoint(variables=[variable.value for variable in variables])
+
+    def _path(self, epoch: int) -> str:
+        return str(tf.io.gfile.join(self._folder, f"epoch-{epoch}"))
+
+    def _epochs(self) -> List[int]:
+        """After how many epochs there are backups."""
+        found = tf.io.gfile.glob(f"{tf.io.gfile.join(self._folder, 'epoch-*')}.index")
+        return [int(re.findall(r"epoch-(\d+)", path)[-1]) for path in found]
 
 
 def _values_of_all(strategy: Any, value: int) -> List[int]:

@@ -1,0 +1,113 @@
+"""Several workers, each a process, end where plain Keras ends on one device with whole batches."""
+
+import os
+import pickle
+import socket
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import tensorflow as tf
+from worker_cases import CASES
+
+import macrobatch
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+LAUNCHER = os.path.join(HERE, "..", "src", "macrobatch", "cli.py")
+# Workers, devices of each, and cases.
+LAYOUTS = [
+    (2, 1, list(CASES)),
+    (2, 2, ["arrays_with_validation", "masked_tokens_and_rows_of_a_table", "accumulator"]),
+]
+TESTS = [((workers, devices), name) for workers, devices, names in LAYOUTS for name in names]
+
+
+def environment():
+    """That of a process which has the package as it is tested here."""
+    source = os.path.dirname(os.path.dirname(macrobatch.__file__))
+    inherited = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
+    return {**inherited, "PYTHONPATH": os.pathsep.join([source, HERE])}
+
+
+def run_workers(script, *arguments, workers=2, devices=1, **options):
+    """Runs a script with `macrobatch run`."""
+    command = [sys.executable, LAUNCHER, "run", "--workers", workers]
+    command += ["--devices-per-worker", devices, os.path.join(HERE, script), *arguments]
+    return subprocess.run(
+        [str(part) for part in command],
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        **options,
+    )
+
+
+@pytest.fixture(scope="module")
+def results(request, tmp_path_factory):
+    """What each worker ends with, for all cases of a layout, from one run."""
+    workers, devices = request.param
+    names = next(names for w, d, names in LAYOUTS if (w, d) == request.param)
+    folder = tmp_path_factory.mktemp("workers")
+    run = run_workers("worker_cases.py", folder, *names, workers=workers, devices=devices)
+    assert run.returncode == 0, run.stdout[-5000:]
+    found = [pickle.loads((folder / f"{i}.pickle").read_bytes()) for i in range(workers)]
+    assert [each["replicas"] for each in found] == [workers * devices] * workers
+    return found
+
+
+@pytest.mark.parametrize(("results", "name"), TESTS, indirect=["results"])
+def test_workers_end_where_one_device_ends(results, name):
+    expected = tf.nest.flatten(CASES[name](None))
+    for result in results:
+        actual = tf.nest.flatten(result[name])
+        assert len(actual) == len(expected)
+        for ours, whole in zip(actual, expected):
+            np.testing.assert_allclose(ours, whole, rtol=1e-10, atol=1e-10)
+
+
+# Waiting for workers
+
+
+def cluster():
+    sockets = [socket.socket() for _ in range(2)]
+    for each in sockets:
+        each.bind(("localhost", 0))
+    addresses = [f"localhost:{each.getsockname()[1]}" for each in sockets]
+    for each in sockets:
+        each.close()
+    spec = tf.train.ClusterSpec({"worker": addresses})
+    return [
+        tf.distribute.cluster_resolver.SimpleClusterResolver(spec, task_type="worker", task_id=i)
+        for i in range(2)
+    ]
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_worker_that_never_comes(index):
+    resolver = cluster()[index]
+    missing = 1 - index
+    address = resolver.cluster_spec().as_dict()["worker"][missing]
+    with pytest.raises(TimeoutError, match=f"within 0.3 seconds.*worker {missing} .{address}"):
+        macrobatch.wait_for_workers(0.3, cluster_resolver=resolver)
+
+
+def test_workers_that_come_late():
+    resolvers = cluster()
+    waiting = threading.Thread(
+        target=macrobatch.wait_for_workers, args=[60], kwargs={"cluster_resolver": resolvers[0]}
+    )
+    waiting.start()
+    waiting.join(0.3)
+    assert waiting.is_alive()
+    macrobatch.wait_for_workers(60, cluster_resolver=resolvers[1])
+    waiting.join(60)
+    assert not waiting.is_alive()
+
+
+def test_one_worker_waits_for_nobody(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    macrobatch.wait_for_workers(0)
