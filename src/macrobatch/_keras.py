@@ -238,17 +238,28 @@ class _Accumulation:
         model, strategy = self.model, self.strategy
         _checks.fits_replicas(model, strategy)
         self._check_scope()
-        if not _model.is_built(model):
+        with strategy.scope():
+            if not _model.is_built(model):
+                self._dry_run(iterator, data_batch)
+            if model.optimizer is not None and not model.optimizer.built:
+                model.optimizer.build(model.trainable_variables)
+
+    def _dry_run(self, iterator: Any, data_batch: Any) -> None:
+        def run(data: Any) -> None:
+            batch = keras.utils.unpack_x_y_sample_weight(data)
+            _model.ModelFunction(self.model, batch, True, self.micro_batch_weight)
+
+        if self.model.run_eagerly:
             if iterator is not None:
                 data_batch = next(next(batches for *_, batches in iterator))
-            batch = keras.utils.unpack_x_y_sample_weight(_replicas.first_part(strategy, data_batch))
-            few = [_split.Run(0, self.micro_batch_size, 1, static=False)]
-            with strategy.scope():
-                first = _split.first_micro_batch(_split.to_tensors(batch), few)
-                _model.ModelFunction(model, first, True, self.micro_batch_weight)
-        if model.optimizer is not None and not model.optimizer.built:
-            with strategy.scope():
-                model.optimizer.build(model.trainable_variables)
+            run(_split.to_tensors(_replicas.first_part(self.strategy, data_batch)))
+            return
+        specs = _split.specs_of(data_batch)
+        if iterator is not None:
+            # Not its first batch: a generator has each only once.
+            dataset = iterator.data_adapter.get_tf_dataset()
+            specs = _replicas.element_spec(self.strategy, dataset)
+        tf.function(run, autograph=False).get_concrete_function(specs)
 
     def _check_scope(self) -> None:
         _replicas.check_scope(_replicas.strategy_of(_model.all_variables(self.model)))

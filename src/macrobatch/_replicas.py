@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence
 
 import tensorflow as tf
 
-from macrobatch import _checks, _sums
+from macrobatch import _checks, _split, _sums
 
 
 def tf_variable(variable: Any) -> Any:
@@ -107,6 +107,13 @@ def has_several_workers(strategy: Any) -> bool:
     """Whether a strategy has replicas on other machines, or in other processes."""
     devices = () if strategy is None else strategy.extended.worker_devices
     return bool(devices) and strategy.num_replicas_in_sync > len(devices)
+
+
+def element_spec(strategy: Any, dataset: Any) -> Any:
+    """The types and shapes of a dataset's batches, or of one replica's part of them."""
+    if not isinstance(dataset, tf.distribute.DistributedDataset):
+        return dataset.element_spec
+    return _split.specs_of(first_part(strategy, next(iter(dataset))))
 
 
 def first_part(strategy: Any, batch: Any) -> Any:

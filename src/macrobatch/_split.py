@@ -40,6 +40,13 @@ def to_tensors(batch: Any) -> Any:
     )
 
 
+def specs_of(batch: Any) -> Any:
+    """The types and shapes of the tensors in a batch."""
+    return tf.nest.map_structure(
+        lambda leaf: leaf if leaf is None else tf.type_spec_from_value(leaf), to_tensors(batch)
+    )
+
+
 def examples_in(batch: Any, may_be_empty: bool = False) -> Any:
     """The number of examples in a batch: an int where it is known, else a scalar tensor."""
     leaves = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
