@@ -94,7 +94,9 @@ def an_unbuilt_model_and_a_dataset(strategy):
     """Sharded by TensorFlow, which is the default, with steps_per_epoch."""
     dataset = tf.data.Dataset.from_tensor_slices(examples()).repeat().batch(6)
     model = model_of(strategy, lambda: keras.Sequential([layers.Dense(5), layers.Dense(1)]))
-    return model.fit(dataset, epochs=3, steps_per_epoch=4, shuffle=False, verbose=0).history, arrays(model)
+    return model.fit(
+        dataset, epochs=3, steps_per_epoch=4, shuffle=False, verbose=0
+    ).history, arrays(model)
 
 
 @case

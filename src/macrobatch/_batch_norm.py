@@ -42,17 +42,22 @@ _recorders = 0
 
 
 @contextlib.contextmanager
-def recorded() -> Iterator[Calls]:
-    """Records the moments that layers compute when this thread calls them in training."""
+def recorded(alone: bool = False) -> Iterator[Calls]:
+    """Records the moments that layers compute when this thread calls them in training.
+
+    If `alone`, layers with synchronized=True do not meet those of other replicas: in a function
+    that a replica traces they cannot.
+    """
     global _recorders
     before, _recording.calls = getattr(_recording, "calls", None), {}
+    before_alone, _recording.alone = getattr(_recording, "alone", False), alone
     with _patching:
         _recorders += 1
         keras.layers.BatchNormalization._moments = _recording_moments
     try:
         yield _recording.calls
     finally:
-        _recording.calls = before
+        _recording.calls, _recording.alone = before, before_alone
         with _patching:
             _recorders -= 1
             if _recorders == 0:
@@ -60,7 +65,12 @@ def recorded() -> Iterator[Calls]:
 
 
 def _recording_moments(layer: Any, inputs: Any, mask: Any) -> Any:
-    mean, variance = _plain_moments(layer, inputs, mask)
+    synchronized = layer.synchronized
+    layer.synchronized = synchronized and not getattr(_recording, "alone", False)
+    try:
+        mean, variance = _plain_moments(layer, inputs, mask)
+    finally:
+        layer.synchronized = synchronized
     calls = getattr(_recording, "calls", None)
     if calls is not None:
         calls.setdefault(layer, []).append(_call(layer, inputs, mask, mean, variance))

@@ -52,10 +52,10 @@ class ModelFunction:
         self.micro_batch_weight = micro_batch_weight
         self.overridden = overrides(model, "compute_loss")
         if not all(layer.built for layer in layers_of(model)):
-            with Scope(), keras.SymbolicScope():
+            with Scope(), keras.SymbolicScope(), _batch_norm.recorded(alone=True):
                 self._dry_run(micro_batch)
         # In a symbolic scope, weights may also be regularised that the scope has no value of.
-        with Scope() as scope, keras.SymbolicScope(), _batch_norm.recorded() as calls_of:
+        with Scope() as scope, keras.SymbolicScope(), _batch_norm.recorded(alone=True) as calls_of:
             terms, scalars = self._dry_run(micro_batch)
         _checks.writes_no_trained_variable(scope.written.values(), model.trainable_weights)
         self.trackers = [v for metric in self._loss_metrics() for v in metric.variables]

@@ -105,8 +105,9 @@ def for_reduction(logs: Any) -> Any:
 
 def has_several_workers(strategy: Any) -> bool:
     """Whether a strategy has replicas on other machines, or in other processes."""
-    devices = () if strategy is None else strategy.extended.worker_devices
-    return bool(devices) and strategy.num_replicas_in_sync > len(devices)
+    if strategy is None or strategy.num_replicas_in_sync == 1:
+        return False
+    return bool(strategy.num_replicas_in_sync > len(strategy.extended.worker_devices))
 
 
 def element_spec(strategy: Any, dataset: Any) -> Any:

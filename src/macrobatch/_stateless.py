@@ -147,7 +147,7 @@ class Function:
         The loop in a graph must know it beforehand. It also makes what variables are missing.
         """
         traced = tf.function(self._function, autograph=False)
-        _, scope, calls_of = _run(lambda: traced.get_concrete_function(micro_batch), Scope)
+        _, scope, calls_of = _run(lambda: traced.get_concrete_function(micro_batch), Scope, True)
         self._learn(scope, calls_of)
 
     def __call__(self, micro_batch: Any, state: State) -> Tuple[Any, State]:
@@ -168,11 +168,11 @@ class Function:
             _checks.warn_once(self.written.normalizing[0], message)
 
 
-def _run(function: Callable[[], Any], make_scope: Callable[[], Scope]) -> Any:
+def _run(function: Callable[[], Any], make_scope: Callable[[], Scope], alone: bool = False) -> Any:
     """Runs a function in a scope. Returns its result, the scope, and what was recorded in it."""
     scope = make_scope()
     try:
-        with scope, _batch_norm.recorded() as calls_of:
+        with scope, _batch_norm.recorded(alone) as calls_of:
             result = function()
     except Exception:
         if not scope.made_variables:
@@ -180,7 +180,7 @@ def _run(function: Callable[[], Any], make_scope: Callable[[], Scope]) -> Any:
     if scope.made_variables:
         # They had no value in there: now they have. What makes new ones each time gets on without.
         scope = make_scope()
-        with scope, _batch_norm.recorded() as calls_of:
+        with scope, _batch_norm.recorded(alone) as calls_of:
             result = function()
     return result, scope, calls_of
 

@@ -1,0 +1,283 @@
+"""What `accumulate` does on replicas besides ending where one device ends."""
+
+import keras
+import numpy as np
+import pytest
+import support
+import tensorflow as tf
+from keras import layers, optimizers
+from support import assert_same, check
+from test_accumulator_everywhere import mirrored
+from test_replicas import made_in
+
+import macrobatch
+from macrobatch import _losses
+
+
+@pytest.fixture(autouse=True)
+def strategy(monkeypatch):
+    monkeypatch.setattr(support, "strategy", mirrored(2))
+    return mirrored(2)
+
+
+def data(count=16, seed=0):
+    x = np.random.default_rng(seed).normal(size=(count, 4))
+    return x, np.sin(x.sum(1, keepdims=True))
+
+
+def mlp():
+    return keras.Sequential([keras.Input([4]), layers.Dense(6, activation="tanh"), layers.Dense(1)])
+
+
+def compiled(strategy, build=mlp, micro_batch_size=2, **arguments):
+    def make():
+        keras.utils.set_random_seed(7)
+        model = build()
+        settings = {"optimizer": optimizers.SGD(0.1), "loss": "mse", **arguments}
+        model.compile(**{name: v() if callable(v) else v for name, v in settings.items()})
+        return model
+
+    return macrobatch.accumulate(made_in(strategy, make), micro_batch_size)
+
+
+# One reduction
+
+
+def reduced(model, strategy, batch):
+    """How many numbers each collective of a train step sums, on the first replica."""
+    model._maybe_symbolic_build(data_batch=batch)
+    dataset = tf.data.Dataset.from_tensors(batch).unbatch().batch(len(batch[0]), True)
+    batches = iter(strategy.experimental_distribute_dataset(dataset))
+    step = tf.function(lambda batch: strategy.run(model.train_step, args=(batch,)))
+    graph = step.get_concrete_function(next(batches)).graph
+    inside = [
+        node.op
+        for function in graph.as_graph_def().library.function
+        for node in function.node_def
+        if "Collective" in node.op
+    ]
+    assert not inside, "replicas meet inside a loop or a branch"
+    found = [op for op in graph.get_operations() if op.type.startswith("CollectiveReduce")]
+    sizes = sorted(op.inputs[0].shape.num_elements() for op in found)
+    assert sizes[::2] == sizes[1::2], "replicas differ"
+    return sizes[::2]
+
+
+def clipped():
+    return optimizers.Adam(0.1, global_clipnorm=0.1)
+
+
+@pytest.mark.parametrize("optimizer", [optimizers.SGD, clipped])
+@pytest.mark.filterwarnings("ignore:Nothing is being accumulated")
+def test_gradients_are_reduced_once(optimizer, strategy):
+    weights = 4 * 6 + 6 + 6 + 1
+    for micro_batch_size in (8, 4, 1):
+        model = compiled(
+            strategy, micro_batch_size=micro_batch_size, optimizer=optimizer, metrics=["mae"]
+        )
+        # The number of examples; the loss and its term; the variables of two metrics; and all
+        # gradients at once.
+        assert reduced(model, strategy, data()) == [1, 2, 4, weights]
+
+
+# Strategies
+
+
+@pytest.mark.parametrize("name", ["one device", "one replica"])
+def test_strategies_with_one_replica(name, monkeypatch):
+    one = {
+        "one device": lambda: tf.distribute.OneDeviceStrategy("CPU:0"),
+        "one replica": lambda: tf.distribute.MirroredStrategy(["CPU:0"]),
+    }[name]()
+    monkeypatch.setattr(support, "strategy", one)
+    x, y = data(19)
+    validation = {"validation_data": data(7, seed=1)}
+    check(mlp, x, y, metrics=lambda: ["mae"], fit=validation)
+
+
+def test_evaluate_and_predict(strategy):
+    x, y = data(13)
+    build = {"metrics": lambda: ["mae", keras.metrics.R2Score()]}
+    ours = compiled(strategy, **build)
+    plain = macrobatch.release(compiled(tf.distribute.get_strategy(), **build))
+    ours.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    plain.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    for batch_size in (1, 5, 13):
+        np.testing.assert_allclose(
+            ours.evaluate(x, y, batch_size=batch_size, verbose=0),
+            plain.evaluate(x, y, batch_size=batch_size, verbose=0),
+            rtol=1e-10,
+        )
+        np.testing.assert_allclose(
+            ours.predict(x, batch_size=batch_size, verbose=0), plain.predict(x, verbose=0)
+        )
+
+
+def test_train_on_batch(strategy):
+    x, y = data(8)
+    ours, plain = compiled(strategy), macrobatch.release(compiled(tf.distribute.get_strategy()))
+    for _ in range(2):
+        np.testing.assert_allclose(ours.train_on_batch(x, y), plain.train_on_batch(x, y))
+    assert_same(plain, ours)
+
+
+def test_a_distributed_dataset(strategy):
+    x, y = data(20)
+    plain = macrobatch.release(compiled(tf.distribute.get_strategy()))
+    ours = compiled(
+        strategy, build=lambda: keras.Sequential([layers.Dense(6, "tanh"), layers.Dense(1)])
+    )
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+    plain.fit(dataset, epochs=2, shuffle=False, verbose=0)
+    distributed = strategy.experimental_distribute_dataset(dataset)
+    ours.fit(distributed, epochs=2, shuffle=False, verbose=0)
+    assert_same(plain, ours)
+
+
+def test_averages_of_weights():
+    def ema():
+        return optimizers.Adam(0.1, use_ema=True, ema_momentum=0.8)
+
+    check(mlp, *data(19), optimizer=ema)
+
+
+def test_released(strategy):
+    model = compiled(strategy)
+    before = set(vars(model))
+    macrobatch.release(model)
+    installed = {"train_step", "test_step", "make_train_function", "_maybe_symbolic_build"}
+    assert before - set(vars(model)) == installed
+    model.fit(*data(8), batch_size=8, verbose=0)
+
+
+class Overridden(keras.Model):
+    """A loss that is Keras' own, which on replicas divides it, or one that is nobody's."""
+
+    def __init__(self, own):
+        super().__init__()
+        self.own, self.layer = own, layers.Dense(1)
+
+    def call(self, x):
+        return self.layer(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        if self.own:
+            return tf.reduce_mean((y - y_pred) ** 2)
+        return super().compute_loss(x, y, y_pred, sample_weight, training)
+
+
+@pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
+@pytest.mark.parametrize("own", [True, False])
+def test_an_overridden_loss(own):
+    check(lambda: Overridden(own), *data(19))
+
+
+def test_a_mean_is_not_divided_where_it_has_a_share(strategy):
+    """Fails if Keras' private function for it has another name."""
+
+    def on_replica():
+        value = tf.ones([2, 1], tf.float64)
+        with _losses.undivided():
+            inside = keras.losses.MeanSquaredError()(0 * value, value)
+        return inside, keras.losses.MeanSquaredError()(0 * value, value)
+
+    inside, outside = strategy.run(on_replica)
+    assert [float(v) for v in strategy.experimental_local_results(inside)] == [1.0, 1.0]
+    assert [float(v) for v in strategy.experimental_local_results(outside)] == [0.5, 0.5]
+
+
+# Mixed precision
+
+
+def test_a_gradient_that_is_not_finite_on_one_replica(strategy):
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("mixed_float16")
+    model = compiled(strategy)
+    x, y = data(8)
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    weights = [np.array(w.value) for w in model.trainable_weights]
+    scale = float(model.optimizer.dynamic_scale.numpy())
+    x[7] = 1e30  # the last example, which the second replica has
+    model.fit(x, y, batch_size=8, shuffle=False, verbose=0)
+    for before, weight in zip(weights, model.trainable_weights):
+        for part in strategy.experimental_local_results(weight.value):
+            np.testing.assert_array_equal(part, before)
+    parts = strategy.experimental_local_results(model.optimizer.dynamic_scale.value)
+    assert [float(part.numpy()) for part in parts] == [scale / 2, scale / 2]
+
+
+# BatchNormalization
+
+
+def synchronized():
+    return keras.Sequential(
+        [keras.Input([4]), layers.BatchNormalization(synchronized=True), layers.Dense(1)]
+    )
+
+
+@pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
+def test_synchronized_layers_see_a_micro_batch_of_each_replica(strategy):
+    x, y = data(16)
+    # Of each batch of 8, what both replicas have in memory at the same time.
+    order = np.array([[0, 1, 4, 5, 2, 3, 6, 7], [8, 9, 12, 13, 10, 11, 14, 15]]).reshape(-1)
+    ours = compiled(strategy, synchronized, micro_batch_size=2)
+    one = compiled(tf.distribute.get_strategy(), synchronized, micro_batch_size=4)
+    for model, rows in ((ours, np.arange(16)), (one, order)):
+        dataset = tf.data.Dataset.from_tensor_slices((x[rows], y[rows]))
+        dataset = dataset.batch(8, drop_remainder=True)
+        model.fit(dataset, epochs=2, shuffle=False, verbose=0)
+    assert_same(one, ours)
+
+
+@pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
+def test_synchronized_layers_need_batches_of_a_fixed_size(strategy):
+    model = compiled(strategy, synchronized)
+    before = [np.array(v.value) for v in model.variables]
+    with pytest.raises(ValueError, match=r"drop_remainder=True"):
+        model.fit(*data(19), batch_size=8, verbose=0)
+    for variable, value in zip(model.variables, before):
+        np.testing.assert_array_equal(np.array(variable.value), value)
+
+
+# Errors
+
+
+def test_a_model_made_outside_of_the_scope(strategy):
+    model = mlp()
+    model.compile("sgd", "mse")
+    macrobatch.accumulate(model, 2)
+    with strategy.scope(), pytest.raises(ValueError, match=r"inside `with strategy.scope\(\):`"):
+        model.fit(*data(), batch_size=8, verbose=0)
+
+
+@pytest.mark.parametrize("what", ["optimizer", "metrics"])
+def test_parts_made_outside_of_the_scope(what, strategy):
+    made = {"optimizer": optimizers.SGD(0.1), "metrics": [keras.metrics.AUC()]}[what]
+    model = made_in(strategy, mlp)
+    settings = {"optimizer": "sgd", "loss": "mse", what: made}
+    with strategy.scope():
+        model.compile(**settings)
+    macrobatch.accumulate(model, 2)
+    with pytest.raises(ValueError, match=r"inside `with strategy.scope\(\):`"):
+        model.fit(*data(), batch_size=8, verbose=0)
+
+
+@pytest.mark.parametrize(("setting", "value"), [("jit_compile", True), ("steps_per_execution", 2)])
+def test_settings_that_replicas_cannot_have(setting, value, strategy):
+    model = compiled(strategy, **{setting: value})
+    for method in (model.fit, model.evaluate):
+        with pytest.raises(ValueError, match=f"{setting} cannot be used with several replicas"):
+            method(*data(), batch_size=8, verbose=0)
+
+
+def test_weights_overwritten_by_averages(strategy):
+    ema = {"use_ema": True, "ema_overwrite_frequency": 2}
+    model = compiled(strategy, optimizer=lambda: optimizers.SGD(0.1, **ema))
+    with pytest.raises(ValueError, match="ema_overwrite_frequency"):
+        model.fit(*data(), batch_size=8, verbose=0)
+
+
+def test_batches_that_are_single_micro_batches(strategy):
+    model = compiled(strategy, micro_batch_size=4)
+    with pytest.warns(UserWarning, match="micro_batch_size=4 on 2 replicas takes them all"):
+        model.fit(*data(8), batch_size=8, verbose=0)
