@@ -8,7 +8,6 @@ from keras import layers
 from test_accumulator_everywhere import mirrored
 from test_value_and_gradients import FORMS, assert_close, data, dense
 
-import macrobatch
 from macrobatch import value_and_gradients
 
 
@@ -183,9 +182,3 @@ def test_variables_made_outside_of_the_scope():
 
     with pytest.raises(ValueError, match="must be made in the strategy's scope"):
         on_replicas(function, tf.range(4, dtype=tf.float64), (2, 2))
-
-
-def test_a_model_of_several_replicas_cannot_be_fitted_yet(strategy):
-    several = made_in(strategy, model)
-    with pytest.raises(ValueError, match="one device"):
-        macrobatch.accumulate(several, 8)

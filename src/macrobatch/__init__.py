@@ -12,8 +12,9 @@ The data flow, and the order in which the package reads:
                                       value_and_gradients: _gradients, and the update is yours
                                       GradientAccumulator: _window, _accumulator
 
-What users pass is checked in _checks, and for GradientAccumulator in _window_checks. What several
-workers need besides is in _workers; they are started by cli, and each of them runs in _worker.
+What users pass is checked in _checks, for replicas in _replica_checks, and for GradientAccumulator
+in _window_checks. What several workers need besides is in _cluster; cli starts them on one machine,
+each of them in _worker.
 """
 
 import importlib
@@ -22,9 +23,9 @@ from typing import TYPE_CHECKING, Any, List
 if TYPE_CHECKING:
     from macrobatch._accumulator import GradientAccumulator
     from macrobatch._checks import ExactnessWarning
+    from macrobatch._cluster import wait_for_workers
     from macrobatch._gradients import value_and_gradients
     from macrobatch._keras import accumulate, release
-    from macrobatch._workers import wait_for_workers
 
 __version__ = "0.1.0"
 
@@ -43,7 +44,7 @@ _ROOMS = {
     "accumulate": "_keras",
     "release": "_keras",
     "value_and_gradients": "_gradients",
-    "wait_for_workers": "_workers",
+    "wait_for_workers": "_cluster",
 }
 
 

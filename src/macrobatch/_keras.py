@@ -9,7 +9,7 @@ from typing import Any, Callable, Dict, List, Optional, TypeVar
 import keras
 import tensorflow as tf
 
-from macrobatch import _checks, _loop, _model, _replicas, _split, _sums, _workers
+from macrobatch import _checks, _cluster, _loop, _model, _replica_checks, _replicas, _split, _sums
 from macrobatch._losses import Denominators
 
 Model = TypeVar("Model")
@@ -60,7 +60,7 @@ def accumulate(
     weight = _checks.micro_batch_weight(micro_batch_weight)
     _checks.keras_model(model)
     release(model)
-    _checks.strategy(_model.strategy_of(model))
+    _replica_checks.strategy(_model.strategy_of(model))
     _checks.plain_train_step(model)
     _Accumulation(model, size, weight).install()
     return model
@@ -128,12 +128,12 @@ class _Accumulation:
         self.model.train_function = self.model.test_function = None
 
     def train_step(self, data: Any) -> Dict[str, Any]:
-        """Makes the update that the whole batch would have made, of which this replica has a part."""
+        """Makes the update that the whole batch would have made; a replica has a part of it."""
         function, batch, examples, whole = self._prepare(data, training=True)
         scale = self._loss_scale(function)
         with tf.GradientTape() as tape:
-            penalty = function.regularization()
-            scaled = penalty * scale / _replicas.count()  # Each replica brings its part of it.
+            penalty = function.regularization() / _replicas.count()  # this replica's part of it
+            scaled = penalty * scale
         penalties = tape.gradient(scaled, function.weights)
 
         def step(micro_batch: Any, state: _model.State) -> Any:
@@ -143,10 +143,10 @@ class _Accumulation:
             gradients = _loop.gradients_of(tape, scaled, function.weights)
             return _loop.Part(gradients, state, logs)
 
-        sums, state, logs, _ = self._sum(step, function.start(), function, batch, examples)
+        sums, state, logs, _ = self._sum(step, function.start(penalty), function, batch, examples)
         gradients = [_sums.add(*pair) for pair in zip(sums, penalties)]
         with _loop.after((gradients, state, logs)):
-            logs = function.finish(state, logs, penalty, examples)
+            logs = function.finish(state, logs, examples)
             self._remember(whole.examples)
             self._update(function.trained, gradients)
         return _replicas.for_reduction(logs)
@@ -159,9 +159,10 @@ class _Accumulation:
             _, state, logs = function(micro_batch, state, whole)
             return _loop.Part([], state, logs)
 
-        _, state, logs, _ = self._sum(step, function.start(), function, batch, examples)
+        start = function.start(function.regularization() / _replicas.count())
+        _, state, logs, _ = self._sum(step, start, function, batch, examples)
         with _loop.after((state, logs)):
-            logs = function.finish(state, logs, function.regularization(), examples)
+            logs = function.finish(state, logs, examples)
         return _replicas.for_reduction(logs)
 
     def _prepare(self, data: Any, training: bool) -> Any:
@@ -228,15 +229,15 @@ class _Accumulation:
         fit = type(self.model).fit
         call = inspect.signature(fit).bind(self.model, *args, **kwargs)
         call.apply_defaults()
-        _checks.shuffles_alike(call.arguments["x"], call.arguments["shuffle"])
-        callbacks = _workers.callbacks_of(self.strategy, call.arguments["callbacks"])
+        _replica_checks.shuffles_alike(call.arguments["x"], call.arguments["shuffle"])
+        callbacks = _cluster.callbacks_of(self.strategy, call.arguments["callbacks"])
         call.arguments["callbacks"] = callbacks
         return fit(*call.args, **call.kwargs)
 
     def build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Makes all variables. In replicas, which come next, it would be too late."""
         model, strategy = self.model, self.strategy
-        _checks.fits_replicas(model, strategy)
+        _replica_checks.fits_replicas(model, strategy)
         self._check_scope()
         with strategy.scope():
             if not _model.is_built(model):

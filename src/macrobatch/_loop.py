@@ -15,7 +15,7 @@ from typing import Any, Callable, List, NamedTuple, Sequence
 
 import tensorflow as tf
 
-from macrobatch import _checks, _replicas, _split, _sums
+from macrobatch import _checks, _replica_checks, _replicas, _split, _sums
 
 
 class Part(NamedTuple):
@@ -60,7 +60,7 @@ def sum_over_micro_batches(
     """
     runs = _split.runs(examples, micro_batch_size)
     if synchronized:
-        _checks.static_batch(examples, synchronized)
+        _replica_checks.static_batch(examples, synchronized)
         batch = _of_equal_sizes(batch, examples, synchronized)
     if synchronized or (tf.executing_eagerly() and any(run.count for run in runs)):
         return _run_one_by_one(step, batch, runs, state)
@@ -99,7 +99,7 @@ def _shaped(gradient: Any, shape: tf.TensorShape) -> Any:
 def _of_equal_sizes(batch: Any, examples: int, synchronized: Sequence[str]) -> Any:
     """The batch, once it is known that replicas will meet as often as each expects to."""
     (of_all,) = _replicas.total([tf.constant(examples)])
-    message = _checks.uneven_replicas(examples, synchronized)
+    message = _replica_checks.uneven_replicas(examples, synchronized)
     equal = _split.asserted(tf.constant(0), of_all, examples * _replicas.count(), message)
     with after([equal]):
         return tf.nest.map_structure(lambda t: t if t is None else tf.identity(t), batch)

@@ -17,7 +17,7 @@ class State(NamedTuple):
     """What goes from one micro-batch to the next, and is written when the batch is through.
 
     Attributes:
-        loss: the reported loss of the batch so far, without weight regularisers.
+        loss: the reported loss of the batch so far.
         terms: the reported terms of the compiled loss so far.
         written: the variables that layers and metrics write, such as seeds.
     """
@@ -117,10 +117,9 @@ class ModelFunction:
             losses = [tf.cast(tf.reduce_sum(loss), dtype) for loss in self.model.losses]
         return tf.add_n([tf.zeros([], dtype), *losses])
 
-    def start(self) -> State:
-        """The state before the first micro-batch."""
-        zero = tf.zeros([], keras.config.floatx())
-        return State(zero, [zero] * self.terms, self.written.start())
+    def start(self, loss: Any) -> State:
+        """The state before the first micro-batch, where the loss is what regularisers add."""
+        return State(loss, [tf.zeros_like(loss)] * self.terms, self.written.start())
 
     def __call__(self, micro_batch: Any, state: State, whole: Denominators) -> Any:
         """Runs a micro-batch.
@@ -132,7 +131,7 @@ class ModelFunction:
 
         Returns:
             The micro-batch's part in the loss of the whole batch, without weight regularisers; the
-            state after it; and what `compute_metrics` returned.
+            state after it; and the logs of the batch so far.
         """
         x, y, sample_weight = micro_batch
         with self._scope(zip(self.written.carried, state.written.carried)) as scope:
@@ -146,28 +145,30 @@ class ModelFunction:
                     before + tf.cast(tf.stop_gradient(now), before.dtype)
                     for before, now in zip(terms, loss.terms.reported)
                 ]
+            self._update_trackers(total, terms, whole.examples)
             logs = self.model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         state = State(total, terms, self.written.after(state.written, scope, calls_of))
         return loss.trained, state, tf.nest.map_structure(tf.convert_to_tensor, logs)
 
-    def finish(self, state: State, logs: Any, penalty: Any, examples: Any) -> Any:
+    def finish(self, state: State, logs: Any, examples: Any) -> Any:
         """Writes the state after the last micro-batch to the variables.
 
         Args:
             state: the state.
-            logs: what `compute_metrics` returned for the last micro-batch.
-            penalty: the sum of the weight regularisers.
+            logs: the logs of the last micro-batch.
             examples: the number of examples; in a replica, of its own.
 
         Returns:
-            The logs, with losses and metrics as of the whole batch, over all replicas.
+            The logs of the whole batch, over all replicas.
         """
         loss, *terms = _replicas.total([state.loss, *state.terms])
         with self._scope(zip(self.written.carried, state.written.carried)) as scope:
-            self._update_trackers(loss + penalty, terms, examples)
+            self._update_trackers(loss, terms, examples)
         self.written.write(state.written)
         for variable, value in zip(self.trackers, scope.values_of(self.trackers)):
             variable.assign(value)
+        if not _replicas.in_several():
+            return logs
         metrics = list(self.model.metrics_variables)
         values = _stateless.shared(metrics, scope.values_of(metrics), whole=True)
         with self._scope(zip(metrics, values)):

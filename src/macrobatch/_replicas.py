@@ -11,7 +11,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence
 
 import tensorflow as tf
 
-from macrobatch import _checks, _split, _sums
+from macrobatch import _checks, _replica_checks, _split, _sums
 
 
 def tf_variable(variable: Any) -> Any:
@@ -28,13 +28,13 @@ def is_of_keras_3(optimizer: Any) -> bool:
 def strategy_of(variables: Iterable[Any]) -> Any:
     """The strategy in whose scope the variables were made, or None."""
     strategies = [getattr(tf_variable(v), "distribute_strategy", None) for v in variables]
-    _checks.one_strategy(strategies)
+    _replica_checks.one_strategy(strategies)
     return strategies[0] if strategies else None
 
 
 def check_scope(strategy: Any) -> None:
     """Raises in a replica if variables of this strategy, or of none, are not its own."""
-    _checks.made_in_scope(strategy, tf.distribute.get_strategy(), in_several())
+    _replica_checks.made_in_scope(strategy, tf.distribute.get_strategy(), in_several())
 
 
 def in_replica() -> bool:
@@ -207,7 +207,7 @@ def apply_gradients(optimizer: Any, gradients: List[Any], variables: List[Any]) 
     several replicas bring for different rows. So they are summed before it sees them.
     """
     if in_several():
-        _checks.optimizer_on_replicas(optimizer)
+        _replica_checks.optimizer_on_replicas(optimizer)
     arguments = _no_reduction_of_its_own(optimizer) if in_several() else None
     if arguments is not None:
         gradients = _agreed(gradients, variables)

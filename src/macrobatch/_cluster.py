@@ -9,7 +9,7 @@ from typing import Any, List, Optional, Set
 import keras
 import tensorflow as tf
 
-from macrobatch import _checks
+from macrobatch import _replica_checks
 
 
 def wait_for_workers(timeout: float = 300, *, cluster_resolver: Optional[Any] = None) -> None:
@@ -57,7 +57,7 @@ def wait_for_workers(timeout: float = 300, *, cluster_resolver: Optional[Any] = 
             heard |= _greetings(listener)
             if time.monotonic() > deadline and not greeted & heard >= set(others):
                 missing = {name: others[name] for name in others if name not in greeted & heard}
-                raise TimeoutError(_checks.workers_missing(own, missing, timeout))
+                raise TimeoutError(_replica_checks.workers_missing(own, missing, timeout))
 
 
 def _greet(address: str, own: str) -> bool:
@@ -72,7 +72,7 @@ def _greet(address: str, own: str) -> bool:
 
 def _greetings(listener: socket.socket) -> Set[str]:
     """The names of those who have come here since the last time."""
-    names = set()
+    names: Set[str] = set()
     while True:
         try:
             connection, _ = listener.accept()
@@ -116,7 +116,7 @@ class _Backup(keras.callbacks.Callback):
 
     def __init__(self, strategy: Any, callback: Any):
         super().__init__()
-        _checks.backs_up_epochs(callback.save_freq)
+        _replica_checks.backs_up_epochs(callback.save_freq)
         self._strategy = strategy
         self._folder = callback.backup_dir
         self._deletes = callback.delete_checkpoint
@@ -124,7 +124,7 @@ class _Backup(keras.callbacks.Callback):
 
     def on_train_begin(self, logs: Any = None) -> None:
         epoch = max(self._epochs(), default=0)
-        _checks.same_backup(_values_of_all(self._strategy, epoch), self._folder)
+        _replica_checks.same_backup(_values_of_all(self._strategy, epoch), self._folder)
         if epoch:
             self._checkpoint().read(self._path(epoch)).assert_consumed()
             # Private: what BackupAndRestore sets, and `fit` starts from.

@@ -1,0 +1,141 @@
+"""Checks of what users do with strategies and workers. Runs on TensorFlow 1.14 too."""
+
+import warnings
+from typing import Any, Dict, Sequence
+
+import tensorflow as tf
+
+from macrobatch import _checks
+
+
+def strategy(value: Any) -> None:
+    """Raises for strategies whose replicas do not make an update together."""
+    kinds = [getattr(tf.distribute, "ParameterServerStrategy", ())]
+    kinds += [getattr(tf.distribute.experimental, "ParameterServerStrategy", ())]
+    if isinstance(value, tuple(kind for kind in kinds if kind)):
+        raise ValueError(
+            "Replicas must make each update together, from one batch. Received: variables made in "
+            f"the scope of {type(value).__name__}, whose workers update them one by one. Use "
+            "MirroredStrategy, or MultiWorkerMirroredStrategy for several machines."
+        )
+
+
+def fits_replicas(model: Any, strategy: Any) -> None:
+    """Raises for settings of a model that several replicas cannot train with."""
+    if strategy.num_replicas_in_sync == 1 or is_tpu_strategy(strategy):
+        return
+    settings = {"jit_compile": bool(model.jit_compile)}
+    settings["steps_per_execution"] = getattr(model, "steps_per_execution", 1) > 1
+    for name, is_set in settings.items():
+        if is_set:
+            raise ValueError(
+                f"{name} cannot be used with several replicas: TensorFlow cannot put the exchange "
+                f"between them there. Received: {name}={getattr(model, name)} on "
+                f"{strategy.num_replicas_in_sync} replicas of {type(strategy).__name__}. "
+                f"Leave {name} out of compile()."
+            )
+
+
+def is_tpu_strategy(value: Any) -> bool:
+    """Whether a strategy is for TPUs, where XLA compiles everything."""
+    return isinstance(value, getattr(tf.distribute, "TPUStrategy", ()))
+
+
+def optimizer_on_replicas(value: Any) -> None:
+    """Raises for optimizers that several replicas cannot call together."""
+    for each in [value, *_checks.inner_optimizers(value)]:
+        frequency = getattr(each, "ema_overwrite_frequency", None)
+        if getattr(each, "use_ema", False) and frequency:
+            raise ValueError(
+                "ema_overwrite_frequency cannot be used with several replicas: Keras' optimizers "
+                f"overwrite in a branch, where replicas cannot meet. Received: {frequency} on "
+                f"{type(each).__name__}. Leave it out, and take the averages at the end of each "
+                "epoch with keras.callbacks.SwapEMAWeights."
+            )
+
+
+def one_strategy(strategies: Sequence[Any]) -> None:
+    """Raises if variables were made in the scopes of different strategies."""
+    if any(each is not strategies[0] for each in strategies):
+        raise ValueError(
+            "All variables must be made in the scope of the same strategy. Received: variables of "
+            f"{sorted({type(each).__name__ for each in strategies})}. "
+            "Make the model and the optimizer inside `with strategy.scope():`."
+        )
+    for each in strategies[:1]:
+        strategy(each)
+
+
+def made_in_scope(strategy: Any, current: Any, in_several_replicas: bool) -> None:
+    """Raises for variables that replicas do not share."""
+    if in_several_replicas and strategy is not current:
+        raise ValueError(
+            "The variables must be made in the strategy's scope. Received: a call inside the run "
+            f"of {type(current).__name__}, with variables made outside of its scope. Make the "
+            "model and the optimizer inside `with strategy.scope():`."
+        )
+
+
+def static_batch(examples: Any, synchronized: Sequence[str]) -> None:
+    """Raises where replicas must meet in each micro-batch, and cannot know how often."""
+    if not isinstance(examples, int):
+        raise ValueError(
+            f"Layers with synchronized=True need batches of a fixed size. Received: {synchronized} "
+            "and a batch of unknown size. Batch the dataset with "
+            "dataset.batch(n, drop_remainder=True), or set synchronized=False."
+        )
+
+
+def uneven_replicas(examples: int, synchronized: Sequence[str]) -> str:
+    """What to say of replicas with different numbers of examples, where they must meet."""
+    return (
+        "Layers with synchronized=True need the same number of examples on each replica. "
+        f"Received: {synchronized}, with {examples} examples on this replica and another number on "
+        "others. Choose a batch size that the number of replicas divides, with "
+        "drop_remainder=True."
+    )
+
+
+def workers_missing(own: str, missing: Dict[str, str], timeout: float) -> str:
+    """What to say of workers that did not come."""
+    names = ", ".join(f"{name} ({address})" for name, address in missing.items())
+    return (
+        f"All workers must come within {timeout:g} seconds. As {own}, waited in vain for: {names}. "
+        "Look there for why; or wait longer with wait_for_workers(timeout=...)."
+    )
+
+
+def backs_up_epochs(save_freq: Any) -> None:
+    """Raises for backups in the middle of an epoch, whose data starts over after a restart."""
+    if save_freq != "epoch":
+        raise ValueError(
+            "With several workers, BackupAndRestore must back up whole epochs: Keras starts an "
+            "epoch over after a restart, and would apply its first batches twice. "
+            f'Received: save_freq={save_freq!r}. Expected: save_freq="epoch"; to lose less, make '
+            "epochs shorter with steps_per_epoch."
+        )
+
+
+def same_backup(epochs: Sequence[int], folder: str) -> None:
+    """Raises if workers have found different backups."""
+    if len(set(epochs)) > 1:
+        raise ValueError(
+            "All workers must restore the same backup. Received: backups after "
+            f"{list(epochs)} epochs, one for each replica, in backup_dir={folder!r}. "
+            "Put backup_dir on a file system that all workers share."
+        )
+
+
+def shuffles_alike(x: Any, shuffle: Any) -> None:
+    """Warns if each worker is about to shuffle the same arrays in its own way."""
+    is_array = hasattr(x, "__array__") or isinstance(x, (list, tuple, dict))
+    # Public, and the one way to ask whether `keras.utils.set_random_seed` was called.
+    if is_array and shuffle and tf.compat.v1.get_seed(None) == (None, None):
+        warnings.warn(
+            "Each worker shuffles the arrays on its own, so that examples are left out and others "
+            "taken twice. Received: arrays, shuffle=True and no seed. Call "
+            "keras.utils.set_random_seed(...) with the same number on all workers, or pass "
+            "shuffle=False.",
+            _checks.ExactnessWarning,
+            stacklevel=2,
+        )
