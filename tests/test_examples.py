@@ -6,13 +6,15 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def run(path):
+def run(*command):
     environment = {**os.environ, "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
     result = subprocess.run(
-        [sys.executable, str(path)], env=environment, capture_output=True, text=True
+        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stderr[-3000:]
     return result
@@ -36,15 +38,35 @@ def test_stream():
     assert "AutoGraph could not" not in result.stderr
 
 
+def test_multi_device():
+    (difference,) = differences(run(ROOT / "examples/multi_device.py").stdout)
+    assert difference < 1e-5  # weights move by 0.1
+
+
+def test_multi_worker(tmp_path):
+    """As it is, and started by the launcher, both with the updates of the same batches."""
+    script = ROOT / "examples/multi_worker.py"
+    folder = ["--folder", str(tmp_path), "--epochs", "2"]
+    launcher = ["-m", "macrobatch", "run", "--workers", "2"]
+    alone, together = run(script, *folder), run(*launcher, script, *folder)
+    for result in (alone, together):
+        losses = re.findall(r"loss: \[(\S+), (\S+)\]", result.stdout)
+        assert losses
+        assert all(losses[0] == each for each in losses), "workers report different losses"
+        assert float(losses[0][1]) < float(losses[0][0])
+    assert [path.name for path in tmp_path.iterdir()] == ["model.keras"]
+
+
 def blocks_of(page):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
     assert blocks
     return blocks
 
 
-def test_code_in_the_documentation(tmp_path):
+@pytest.mark.parametrize("page", ["docs/custom-loops.md", "docs/scaling.md"])
+def test_code_in_the_documentation(page, tmp_path):
     script = tmp_path / "page.py"
-    script.write_text("\n".join(blocks_of("docs/custom-loops.md")))
+    script.write_text("\n".join(blocks_of(page)))
     run(script)
 
 
@@ -65,8 +87,8 @@ dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
 
 
 def test_code_in_the_readme(tmp_path):
-    first, use, step, stream = blocks_of("README.md")
+    first, use, step, stream, replicas = blocks_of("README.md")
     script = tmp_path / "readme.py"
     # Its batches are larger than the data here, so that nothing is accumulated: it says so.
-    script.write_text("\n".join([GIVEN, first, use, GIVEN_TO_LOOPS, step, stream]))
+    script.write_text("\n".join([GIVEN, first, use, replicas, GIVEN_TO_LOOPS, step, stream]))
     run(script)

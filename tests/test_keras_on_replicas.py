@@ -1,5 +1,9 @@
 """What `accumulate` does on replicas besides ending where one device ends."""
 
+import os
+import subprocess
+import sys
+
 import keras
 import numpy as np
 import pytest
@@ -9,6 +13,7 @@ from keras import layers, optimizers
 from support import assert_same, check
 from test_accumulator_everywhere import mirrored
 from test_replicas import made_in
+from test_workers import environment
 
 import macrobatch
 from macrobatch import _losses
@@ -275,6 +280,12 @@ def test_weights_overwritten_by_averages(strategy):
     model = compiled(strategy, optimizer=lambda: optimizers.SGD(0.1, **ema))
     with pytest.raises(ValueError, match="ema_overwrite_frequency"):
         model.fit(*data(), batch_size=8, verbose=0)
+
+
+def test_parameter_servers():
+    command = [sys.executable, os.path.join(os.path.dirname(__file__), "parameter_servers.py")]
+    output = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment()).stdout
+    assert output.count("Received: variables of a ParameterServerStrategy") == 3
 
 
 def test_batches_that_are_single_micro_batches(strategy):

@@ -14,6 +14,9 @@ from worker_cases import CASES
 
 import macrobatch
 
+# What one run of workers brings is for several tests: one process of pytest makes it.
+pytestmark = pytest.mark.xdist_group("workers")
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 LAUNCHER = os.path.join(HERE, "..", "src", "macrobatch", "cli.py")
 # Workers, devices of each, and cases.

@@ -60,7 +60,9 @@ def accumulate(
     weight = _checks.micro_batch_weight(micro_batch_weight)
     _checks.keras_model(model)
     release(model)
-    _replica_checks.strategy(_model.strategy_of(model))
+    _replica_checks.parameter_servers(
+        isinstance(_model.strategy_of(model), tf.distribute.ParameterServerStrategy)
+    )
     _checks.plain_train_step(model)
     _Accumulation(model, size, weight).install()
     return model
@@ -112,7 +114,7 @@ class _Accumulation:
             # Private, and what keeps Keras from fitting batches that replicas do not divide, and
             # from fitting on several workers at all: it takes the mean of the replicas' examples.
             methods["_maybe_symbolic_build"] = self.build
-        if _replicas.has_several_workers(self.strategy):
+        if isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy):
             methods["fit"] = self.fit
         for name, method in methods.items():
             setattr(self.model, name, method)
@@ -225,11 +227,12 @@ class _Accumulation:
         _replicas.apply_gradients(self.model.optimizer, gradients, variables)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """As Keras', on one of several workers."""
+        """As Keras', on one of the workers of a cluster."""
         fit = type(self.model).fit
         call = inspect.signature(fit).bind(self.model, *args, **kwargs)
         call.apply_defaults()
-        _replica_checks.shuffles_alike(call.arguments["x"], call.arguments["shuffle"])
+        if _replicas.has_several_workers(self.strategy):
+            _replica_checks.shuffles_alike(call.arguments["x"], call.arguments["shuffle"])
         callbacks = _cluster.callbacks_of(self.strategy, call.arguments["callbacks"])
         call.arguments["callbacks"] = callbacks
         return fit(*call.args, **call.kwargs)

@@ -8,21 +8,20 @@ import tensorflow as tf
 from macrobatch import _checks
 
 
-def strategy(value: Any) -> None:
-    """Raises for strategies whose replicas do not make an update together."""
-    kinds = [getattr(tf.distribute, "ParameterServerStrategy", ())]
-    kinds += [getattr(tf.distribute.experimental, "ParameterServerStrategy", ())]
-    if isinstance(value, tuple(kind for kind in kinds if kind)):
+def parameter_servers(is_used: bool) -> None:
+    """Raises for variables of a strategy whose workers do not make an update together."""
+    if is_used:
         raise ValueError(
-            "Replicas must make each update together, from one batch. Received: variables made in "
-            f"the scope of {type(value).__name__}, whose workers update them one by one. Use "
-            "MirroredStrategy, or MultiWorkerMirroredStrategy for several machines."
+            "Replicas must make each update together, from one batch. Received: variables of a "
+            "ParameterServerStrategy, whose workers update them one by one. Use MirroredStrategy, "
+            "or MultiWorkerMirroredStrategy for several machines."
         )
 
 
 def fits_replicas(model: Any, strategy: Any) -> None:
     """Raises for settings of a model that several replicas cannot train with."""
-    if strategy.num_replicas_in_sync == 1 or is_tpu_strategy(strategy):
+    is_tpu_strategy = isinstance(strategy, tf.distribute.TPUStrategy)
+    if strategy.num_replicas_in_sync == 1 or is_tpu_strategy:
         return
     settings = {"jit_compile": bool(model.jit_compile)}
     settings["steps_per_execution"] = getattr(model, "steps_per_execution", 1) > 1
@@ -34,11 +33,6 @@ def fits_replicas(model: Any, strategy: Any) -> None:
                 f"{strategy.num_replicas_in_sync} replicas of {type(strategy).__name__}. "
                 f"Leave {name} out of compile()."
             )
-
-
-def is_tpu_strategy(value: Any) -> bool:
-    """Whether a strategy is for TPUs, where XLA compiles everything."""
-    return isinstance(value, getattr(tf.distribute, "TPUStrategy", ()))
 
 
 def optimizer_on_replicas(value: Any) -> None:
@@ -62,8 +56,6 @@ def one_strategy(strategies: Sequence[Any]) -> None:
             f"{sorted({type(each).__name__ for each in strategies})}. "
             "Make the model and the optimizer inside `with strategy.scope():`."
         )
-    for each in strategies[:1]:
-        strategy(each)
 
 
 def made_in_scope(strategy: Any, current: Any, in_several_replicas: bool) -> None:

@@ -27,7 +27,11 @@ def is_of_keras_3(optimizer: Any) -> bool:
 
 def strategy_of(variables: Iterable[Any]) -> Any:
     """The strategy in whose scope the variables were made, or None."""
-    strategies = [getattr(tf_variable(v), "distribute_strategy", None) for v in variables]
+    variables = [tf_variable(variable) for variable in variables]
+    strategies = [getattr(variable, "distribute_strategy", None) for variable in variables]
+    # Variables of a ParameterServerStrategy do not tell that they are, but where they are.
+    alone = [v for v, strategy in zip(variables, strategies) if strategy is None]
+    _replica_checks.parameter_servers(any("/job:ps" in (v.device or "") for v in alone))
     _replica_checks.one_strategy(strategies)
     return strategies[0] if strategies else None
 
