@@ -4,11 +4,12 @@
 # make test-oldest  the test suite with the oldest supported TensorFlow and Keras (.ci/oldest.txt)
 # make test-tf1     GradientAccumulator's tests with TensorFlow 1.14 (.ci/tf1.txt), from the built wheel; needs Python 3.7
 # make bench        what a step costs, in time and memory
+# make bench-replicas  what exchanging gradients between two workers costs, and a model of it (about ten minutes)
 # make clean        remove environments, caches and build products
 #
 # Each target makes the environment that it needs from a Python found here. To choose one: make test PYTHON=/path/to/python
 
-.PHONY: demo test check pytest test-oldest test-tf1 pytest-tf1 bench clean
+.PHONY: demo test check pytest test-oldest test-tf1 pytest-tf1 bench bench-replicas clean
 .DEFAULT_GOAL := test
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
@@ -79,6 +80,10 @@ pytest-tf1: .venv-tf1/installed
 
 bench: .venv/dev-installed
 	.venv/bin/python benchmarks/step_cost.py
+
+# matplotlib comes with the demo.
+bench-replicas: .venv/demo-installed
+	.venv/bin/python benchmarks/replicas.py
 
 # Stamps: an environment is installed again only when pyproject.toml (or its file in .ci) changed.
 
