@@ -14,6 +14,7 @@ from support import assert_same, check
 from test_accumulator_everywhere import mirrored
 from test_replicas import made_in
 from test_workers import environment
+from worker_cases import Logs
 
 import macrobatch
 from macrobatch import _losses
@@ -116,6 +117,21 @@ def test_evaluate_and_predict(strategy):
         np.testing.assert_allclose(
             ours.predict(x, batch_size=batch_size, verbose=0), plain.predict(x, verbose=0)
         )
+
+
+def test_logs_of_each_batch(strategy):
+    x, y = data(19)
+    reports = []
+    for where in (tf.distribute.get_strategy(), strategy):
+        model = compiled(where, metrics=lambda: ["mae", keras.metrics.R2Score(name="r2")])
+        reports.append(Logs())
+        options = {"batch_size": 6, "shuffle": False, "verbose": 0, "callbacks": [reports[-1]]}
+        (model if where is strategy else macrobatch.release(model)).fit(x, y, **options)
+    for plain, ours in zip(*(report.seen for report in reports)):
+        assert plain.keys() == ours.keys()
+        for name in plain:
+            assert np.shape(ours[name]) == np.shape(plain[name])
+            np.testing.assert_allclose(ours[name], plain[name], rtol=1e-10)
 
 
 def test_train_on_batch(strategy):

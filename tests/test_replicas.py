@@ -160,6 +160,50 @@ def test_moving_statistics_are_those_of_the_whole_batch(sizes, graph, strategy):
         assert sizes[0] == 0 or (parts[0] != start).any()
 
 
+def synchronized():
+    keras.utils.set_random_seed(3)
+    return keras.Sequential(
+        [keras.Input([3]), layers.BatchNormalization(synchronized=True), layers.Dense(1)]
+    )
+
+
+@pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
+@pytest.mark.parametrize("graph", [True, False])
+def test_synchronized_layers(graph, strategy):
+    """Each sees a micro-batch of each replica at a time: examples 0, 1, 4, 5 and 2, 3, 6, 7."""
+    one, replicated = synchronized(), made_in(strategy, synchronized)
+    x = data(8)[0][:, 0]
+
+    def step(model, micro_batch_size):
+        def function(x):
+            loss, gradients = value_and_gradients(
+                lambda x: model(x, training=True) ** 2,
+                model.trainable_variables,
+                x,
+                micro_batch_size=micro_batch_size,
+            )
+            return (loss, *gradients)
+
+        return function
+
+    losses, *parts = on_replicas(step(replicated, 2), x, (4, 4), graph)
+    loss, *gradients = step(one, 4)(tf.gather(x, [0, 1, 4, 5, 2, 3, 6, 7]))
+    assert_close(list(losses), [loss, loss])
+    assert_close([tf.add_n(list(each)) for each in parts], gradients)
+
+
+@pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
+def test_synchronized_layers_on_replicas_with_different_numbers_of_examples(strategy):
+    replicated = made_in(strategy, synchronized)
+
+    def function(x):
+        variables = replicated.trainable_variables
+        return value_and_gradients(replicated, variables, x, micro_batch_size=2)[0]
+
+    with pytest.raises(tf.errors.InvalidArgumentError, match="the same number of examples"):
+        on_replicas(function, data(8)[0][:, 0], (5, 3))
+
+
 def test_keras_divides_a_mean_by_the_number_of_replicas(strategy):
     """Why losses inside strategy.run are to be averaged from reduction=None."""
     x = tf.ones([4, 1], tf.float64)

@@ -7,12 +7,14 @@ import subprocess
 import sys
 import threading
 
+import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from worker_cases import CASES
 
 import macrobatch
+from macrobatch import _replica_checks
 
 # What one run of workers brings is for several tests: one process of pytest makes it.
 pytestmark = pytest.mark.xdist_group("workers")
@@ -70,6 +72,39 @@ def test_workers_end_where_one_device_ends(results, name):
         assert len(actual) == len(expected)
         for ours, whole in zip(actual, expected):
             np.testing.assert_allclose(ours, whole, rtol=1e-10, atol=1e-10)
+
+
+ONE_LAYOUT = pytest.mark.parametrize("results", [(2, 1)], indirect=True)
+
+
+@ONE_LAYOUT
+def test_only_the_chief_writes(results):
+    (of_chief, chief_saw), (of_other, other_saw) = (result["files"] for result in results)
+    assert of_chief == ["backup", "board", "log.csv", "model.keras"]
+    assert of_other == []
+    assert chief_saw == other_saw == [0, 1]
+
+
+@ONE_LAYOUT
+def test_workers_must_restore_the_same_backup(results):
+    for result in results:
+        assert "Received: backups after [2, 0] epochs" in result["another_backup"]
+
+
+def test_backups_in_the_middle_of_an_epoch():
+    with pytest.raises(ValueError, match=r'Received: save_freq=5\. Expected: save_freq="epoch"'):
+        _replica_checks.backs_up_epochs(5)
+
+
+def test_workers_must_shuffle_alike(monkeypatch):
+    x = np.zeros([4, 2])
+    keras.utils.set_random_seed(1)
+    _replica_checks.shuffles_alike(x, True)
+    tf.random.set_seed(None)
+    _replica_checks.shuffles_alike(x, False)
+    _replica_checks.shuffles_alike(tf.data.Dataset.from_tensors(x), True)
+    with pytest.warns(macrobatch.ExactnessWarning, match="set_random_seed"):
+        _replica_checks.shuffles_alike({"a": x}, True)
 
 
 # Waiting for workers

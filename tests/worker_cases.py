@@ -62,6 +62,17 @@ def mlp():
     )
 
 
+class Logs(keras.callbacks.Callback):
+    """Keeps what is reported after each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.seen.append({name: np.array(value) for name, value in logs.items()})
+
+
 @case
 def arrays_with_validation(strategy):
     """An uneven last batch, clipping, metrics, validation data, evaluate and predict."""
@@ -74,10 +85,11 @@ def arrays_with_validation(strategy):
     )
     validation = examples(11, seed=1)
     options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
-    history = model.fit(x, y, validation_data=validation, **options).history
+    logs = Logs()
+    history = model.fit(x, y, validation_data=validation, callbacks=[logs], **options).history
     evaluated = model.evaluate(x, y, batch_size=7, verbose=0)
     predicted = model.predict(x[:16], batch_size=8, verbose=0)
-    return arrays(model), history, evaluated, np.sort(predicted, 0)
+    return arrays(model), history, logs.seen, evaluated, np.sort(predicted, 0)
 
 
 @case
@@ -262,6 +274,44 @@ def accumulator(strategy):
     return [table.numpy(), kernel.numpy()]
 
 
+def files(strategy, folder):
+    """What is there after a fit in which each worker has a folder of its own to write to."""
+    x, y = examples(8)
+    model = model_of(strategy, mlp, micro_batch_size=2)
+    own = os.path.join(folder, f"files-{strategy.cluster_resolver.task_id}")
+    os.mkdir(own)
+    seen = []
+
+    class Own(keras.callbacks.Callback):
+        """Callbacks of users are for all workers."""
+
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(epoch)
+
+    callbacks = [
+        keras.callbacks.ModelCheckpoint(os.path.join(own, "model.keras")),
+        keras.callbacks.CSVLogger(os.path.join(own, "log.csv")),
+        keras.callbacks.TensorBoard(os.path.join(own, "board")),
+        keras.callbacks.BackupAndRestore(os.path.join(own, "backup"), delete_checkpoint=False),
+        Own(),
+    ]
+    options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+    model.fit(x, y, callbacks=callbacks, **options)
+    return sorted(os.listdir(own)), seen
+
+
+def another_backup(strategy, folder):
+    """What is said to a worker that finds another backup than the others: see `files`."""
+    own = os.path.join(folder, f"files-{strategy.cluster_resolver.task_id}", "backup")
+    model = model_of(strategy, mlp, micro_batch_size=2)
+    backup = keras.callbacks.BackupAndRestore(own)
+    x, y = examples(8)
+    try:
+        model.fit(x, y, batch_size=8, epochs=4, shuffle=False, verbose=0, callbacks=[backup])
+    except ValueError as error:
+        return str(error)
+
+
 def main(folder, *names):
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
@@ -272,6 +322,8 @@ def main(folder, *names):
     for name in names or CASES:
         print(name, flush=True)
         results[name] = CASES[name](strategy)
+    for run in (files, another_backup):
+        results[run.__name__] = run(strategy, folder)
     path = os.path.join(folder, f"{strategy.cluster_resolver.task_id}.pickle")
     with open(path, "wb") as file:
         pickle.dump(results, file)

@@ -139,6 +139,7 @@ class _Backup(keras.callbacks.Callback):
                     tf.io.gfile.remove(path)
 
     def on_train_end(self, logs: Any = None) -> None:
+        self.model._initial_epoch = None  # or the next `fit` would start from there too
         _values_of_all(self._strategy, 0)  # Before all are through, one may still fail.
         if self._writes and self._deletes and tf.io.gfile.exists(self._folder):
             tf.io.gfile.rmtree(self._folder)
