@@ -1,10 +1,13 @@
 """Several workers, each a process, end where plain Keras ends on one device with whole batches."""
 
+import functools
 import os
+import pathlib
 import pickle
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 
 import keras
@@ -51,43 +54,38 @@ def run_workers(script, *arguments, workers=2, devices=1, **options):
     )
 
 
-@pytest.fixture(scope="module")
-def results(request, tmp_path_factory):
+@functools.lru_cache(maxsize=None)
+def results_of(workers, devices):
     """What each worker ends with, for all cases of a layout, from one run."""
-    workers, devices = request.param
-    names = next(names for w, d, names in LAYOUTS if (w, d) == request.param)
-    folder = tmp_path_factory.mktemp("workers")
-    run = run_workers("worker_cases.py", folder, *names, workers=workers, devices=devices)
-    assert run.returncode == 0, run.stdout[-5000:]
-    found = [pickle.loads((folder / f"{i}.pickle").read_bytes()) for i in range(workers)]
+    names = next(names for w, d, names in LAYOUTS if (w, d) == (workers, devices))
+    with tempfile.TemporaryDirectory() as folder:
+        run = run_workers("worker_cases.py", folder, *names, workers=workers, devices=devices)
+        assert run.returncode == 0, run.stdout[-5000:]
+        paths = [pathlib.Path(folder, f"{i}.pickle") for i in range(workers)]
+        found = [pickle.loads(path.read_bytes()) for path in paths]
     assert [each["replicas"] for each in found] == [workers * devices] * workers
     return found
 
 
-@pytest.mark.parametrize(("results", "name"), TESTS, indirect=["results"])
-def test_workers_end_where_one_device_ends(results, name):
+@pytest.mark.parametrize(("layout", "name"), TESTS)
+def test_workers_end_where_one_device_ends(layout, name):
     expected = tf.nest.flatten(CASES[name](None))
-    for result in results:
+    for result in results_of(*layout):
         actual = tf.nest.flatten(result[name])
         assert len(actual) == len(expected)
         for ours, whole in zip(actual, expected):
             np.testing.assert_allclose(ours, whole, rtol=1e-10, atol=1e-10)
 
 
-ONE_LAYOUT = pytest.mark.parametrize("results", [(2, 1)], indirect=True)
-
-
-@ONE_LAYOUT
-def test_only_the_chief_writes(results):
-    (of_chief, chief_saw), (of_other, other_saw) = (result["files"] for result in results)
+def test_only_the_chief_writes():
+    (of_chief, chief_saw), (of_other, other_saw) = (each["files"] for each in results_of(2, 1))
     assert of_chief == ["backup", "board", "log.csv", "model.keras"]
     assert of_other == []
     assert chief_saw == other_saw == [0, 1]
 
 
-@ONE_LAYOUT
-def test_workers_must_restore_the_same_backup(results):
-    for result in results:
+def test_workers_must_restore_the_same_backup():
+    for result in results_of(2, 1):
         assert "Received: backups after [2, 0] epochs" in result["another_backup"]
 
 
@@ -96,7 +94,14 @@ def test_backups_in_the_middle_of_an_epoch():
         _replica_checks.backs_up_epochs(5)
 
 
-def test_workers_must_shuffle_alike(monkeypatch):
+def test_datasets_of_which_keras_would_leave_out_a_part():
+    _replica_checks.length_of_dataset(4, True)
+    _replica_checks.length_of_dataset(tf.data.INFINITE_CARDINALITY, False)
+    with pytest.raises(ValueError, match=r"Received: 4 batches.*steps_per_epoch="):
+        _replica_checks.length_of_dataset(4, False)
+
+
+def test_workers_must_shuffle_alike():
     x = np.zeros([4, 2])
     keras.utils.set_random_seed(1)
     _replica_checks.shuffles_alike(x, True)

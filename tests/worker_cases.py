@@ -7,6 +7,7 @@ plain Keras on whole batches, and returns a nest of arrays.
 """
 
 import contextlib
+import functools
 import os
 import pickle
 import sys
@@ -111,28 +112,47 @@ def an_unbuilt_model_and_a_dataset(strategy):
     ).history, arrays(model)
 
 
+WORKERS = 2  # in all layouts
+
+
+def own_examples(index):
+    """Those of a worker that has its own; the second has fewer."""
+    x, y = examples(24)
+    return x[index::WORKERS][: 12 - 5 * index], y[index::WORKERS][: 12 - 5 * index]
+
+
+def not_sharded(strategy, prepare, steps):
+    """A dataset of whole batches, or of this worker's own examples, of which it has 3 in each."""
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    if strategy is not None:
+        own = own_examples(strategy.cluster_resolver.task_id)
+        dataset = prepare(tf.data.Dataset.from_tensor_slices(own)).batch(3 * WORKERS)
+        return dataset.with_options(options)
+    parts = []
+    for index in range(WORKERS):
+        stream = prepare(tf.data.Dataset.from_tensor_slices(own_examples(index)))
+        parts.append([stream.skip(3 * k).take(3) for k in range(steps)])
+    batches = [part_0.concatenate(part_1).batch(6) for part_0, part_1 in zip(*parts)]
+    return functools.reduce(lambda a, b: a.concatenate(b), batches)
+
+
 @case
 def a_dataset_that_is_not_sharded(strategy):
-    """Each worker brings its own examples, the last one fewer; at the end it has none."""
-    x, y = examples(24)
-    if strategy is None:
-        workers = 2
-        per_worker = [np.arange(24)[i::workers][: 12 - 5 * i] for i in range(workers)]
-        batches = [np.concatenate([p[k : k + 3] for p in per_worker]) for k in range(0, 12, 3)]
-        dataset = tf.data.Dataset.from_generator(
-            lambda: ((x[b], y[b]) for b in batches),
-            output_signature=tuple(tf.TensorSpec([None, n], "float64") for n in (4, 1)),
-        ).apply(tf.data.experimental.assert_cardinality(len(batches)))
-    else:
-        resolver = strategy.cluster_resolver
-        workers, index = resolver.cluster_spec().num_tasks("worker"), resolver.task_id
-        own = np.arange(24)[index::workers][: 12 - 5 * index]
-        dataset = tf.data.Dataset.from_tensor_slices((x[own], y[own])).batch(3 * workers)
-        options = tf.data.Options()
-        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
-        dataset = dataset.with_options(options)
+    dataset = not_sharded(strategy, lambda stream: stream.repeat(), steps=8)
     model = model_of(strategy, mlp, micro_batch_size=2)
-    return model.fit(dataset, epochs=2, shuffle=False, verbose=0).history, arrays(model)
+    options = {"epochs": 2, "steps_per_epoch": 4, "shuffle": False, "verbose": 0}
+    return model.fit(dataset, **options).history, arrays(model)
+
+
+@case
+def a_worker_that_runs_out_of_data(strategy):
+    """The other one goes on alone. Of a dataset with a filter the length is not known."""
+    dataset = not_sharded(strategy, lambda stream: stream.filter(lambda *_: True), steps=4)
+    if strategy is None:
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(4))
+    model = model_of(strategy, mlp, micro_batch_size=2)
+    return model.fit(dataset, shuffle=False, verbose=0).history, arrays(model)
 
 
 def tagger():

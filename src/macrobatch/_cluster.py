@@ -106,6 +106,14 @@ def callbacks_of(strategy: Any, callbacks: Any) -> Any:
     return kept
 
 
+def check_length(dataset: Any) -> None:
+    """Raises for a dataset of which Keras would leave most out."""
+    if isinstance(dataset, tf.data.Dataset):
+        policy = dataset.options().experimental_distribute.auto_shard_policy
+        is_sharded = policy != tf.data.experimental.AutoShardPolicy.OFF
+        _replica_checks.length_of_dataset(int(dataset.cardinality()), is_sharded)
+
+
 class _Backup(keras.callbacks.Callback):
     """BackupAndRestore for several workers, of which any may be killed at any moment.
 

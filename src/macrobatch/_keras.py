@@ -242,6 +242,8 @@ class _Accumulation:
         model, strategy = self.model, self.strategy
         _replica_checks.fits_replicas(model, strategy)
         self._check_scope()
+        if iterator is not None and _replicas.has_several_workers(strategy):
+            _cluster.check_length(iterator.data_adapter.get_tf_dataset())
         with strategy.scope():
             if not _model.is_built(model):
                 self._dry_run(iterator, data_batch)

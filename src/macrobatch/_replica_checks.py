@@ -118,6 +118,18 @@ def same_backup(epochs: Sequence[int], folder: str) -> None:
         )
 
 
+def length_of_dataset(batches: int, is_sharded: bool) -> None:
+    """Raises for a dataset of known length that yields each batch in several steps."""
+    if batches >= 0 and not is_sharded:
+        raise ValueError(
+            "With several workers, a dataset that is not sharded must not have a known length: "
+            "TensorFlow divides each batch by the number of workers, and yields the parts one "
+            "after the other, but Keras stops after as many steps as there are batches. "
+            f"Received: {batches} batches, and AutoShardPolicy.OFF. Call dataset.repeat(), and "
+            "pass steps_per_epoch= (validation_steps= for validation, steps= to evaluate)."
+        )
+
+
 def shuffles_alike(x: Any, shuffle: Any) -> None:
     """Warns if each worker is about to shuffle the same arrays in its own way."""
     is_array = hasattr(x, "__array__") or isinstance(x, (list, tuple, dict))
