@@ -61,7 +61,7 @@ def sum_over_micro_batches(
     runs = _split.runs(examples, micro_batch_size)
     if synchronized:
         _replica_checks.static_batch(examples, synchronized)
-        batch = _of_equal_sizes(batch, examples, synchronized)
+        _replicas.compare(examples, lambda all: _replica_checks.even_replicas(all, synchronized))
     if synchronized or (tf.executing_eagerly() and any(run.count for run in runs)):
         return _run_one_by_one(step, batch, runs, state)
     if tf.executing_eagerly():  # A replica without examples: only a trace can tell what is summed.
@@ -94,15 +94,6 @@ def _shaped(gradient: Any, shape: tf.TensorShape) -> Any:
     if gradient is not None:
         gradient.set_shape(shape)
     return gradient
-
-
-def _of_equal_sizes(batch: Any, examples: int, synchronized: Sequence[str]) -> Any:
-    """The batch, once it is known that replicas will meet as often as each expects to."""
-    (of_all,) = _replicas.total([tf.constant(examples)])
-    message = _replica_checks.uneven_replicas(examples, synchronized)
-    equal = _split.asserted(tf.constant(0), of_all, examples * _replicas.count(), message)
-    with after([equal]):
-        return tf.nest.map_structure(lambda t: t if t is None else tf.identity(t), batch)
 
 
 def _run_one_by_one(step: Step, batch: Any, runs: List[_split.Run], state: Any) -> Part:

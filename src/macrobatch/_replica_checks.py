@@ -78,14 +78,14 @@ def static_batch(examples: Any, synchronized: Sequence[str]) -> None:
         )
 
 
-def uneven_replicas(examples: int, synchronized: Sequence[str]) -> str:
-    """What to say of replicas with different numbers of examples, where they must meet."""
-    return (
-        "Layers with synchronized=True need the same number of examples on each replica. "
-        f"Received: {synchronized}, with {examples} examples on this replica and another number on "
-        "others. Choose a batch size that the number of replicas divides, with "
-        "drop_remainder=True."
-    )
+def even_replicas(examples: Sequence[int], synchronized: Sequence[str]) -> None:
+    """Raises where replicas must meet in each micro-batch, and do not have equally many."""
+    if len(set(examples)) > 1:
+        raise ValueError(
+            "Layers with synchronized=True need the same number of examples on each replica. "
+            f"Received: {synchronized}, and replicas with {list(examples)} examples. Choose a "
+            "batch size that the number of replicas divides, with drop_remainder=True."
+        )
 
 
 def workers_missing(own: str, missing: Dict[str, str], timeout: float) -> str:

@@ -74,6 +74,15 @@ def once(function: Callable[[], Any]) -> None:
         function()
 
 
+def compare(value: Any, check: Callable[[Sequence[Any]], None]) -> None:
+    """Calls a function with what a value is on each replica of this machine, while tracing."""
+
+    def merged(strategy: Any, values: Any) -> None:
+        check(strategy.experimental_local_results(values))
+
+    tf.distribute.get_replica_context().merge_call(merged, args=(value,))
+
+
 def total(values: List[Any]) -> List[Any]:
     """The sums of values over all replicas."""
     if not in_several():
