@@ -86,6 +86,20 @@ def test_gradients_are_reduced_once(optimizer, strategy):
         assert reduced(model, strategy, data()) == [1, 2, 4, weights]
 
 
+def normalizing():
+    hidden = [layers.Dense(6), layers.BatchNormalization(), layers.BatchNormalization()]
+    return keras.Sequential([keras.Input([4]), *hidden, layers.Dense(1)])
+
+
+@pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
+def test_moments_of_all_layers_are_reduced_at_once(strategy):
+    weights = 4 * 6 + 6 + 2 * (6 + 6) + 6 + 1
+    sizes = reduced(compiled(strategy, normalizing), strategy, data())
+    # The number of examples, the loss and its term, the variables of a metric; then of two layers
+    # the squares, the counts and sums; and all gradients.
+    assert sizes == [1, 2, 2, 12, 14, weights]
+
+
 # Strategies
 
 
@@ -134,11 +148,15 @@ def test_logs_of_each_batch(strategy):
             np.testing.assert_allclose(ours[name], plain[name], rtol=1e-10)
 
 
-def test_train_on_batch(strategy):
-    x, y = data(8)
-    ours, plain = compiled(strategy), macrobatch.release(compiled(tf.distribute.get_strategy()))
+def test_on_batch(strategy):
+    """A sum, which would be twice as much if both replicas had the whole batch."""
+    x, y = data(7)
+    loss = {"loss": lambda: keras.losses.MeanSquaredError(reduction="sum")}
+    ours = compiled(strategy, **loss)
+    plain = macrobatch.release(compiled(tf.distribute.get_strategy(), **loss))
     for _ in range(2):
         np.testing.assert_allclose(ours.train_on_batch(x, y), plain.train_on_batch(x, y))
+        np.testing.assert_allclose(ours.test_on_batch(x, y), plain.test_on_batch(x, y))
     assert_same(plain, ours)
 
 
@@ -166,7 +184,8 @@ def test_released(strategy):
     model = compiled(strategy)
     before = set(vars(model))
     macrobatch.release(model)
-    installed = {"train_step", "test_step", "make_train_function", "_maybe_symbolic_build"}
+    installed = {"train_step", "test_step", "make_train_function", "make_test_function"}
+    installed |= {"_maybe_symbolic_build"}
     assert before - set(vars(model)) == installed
     model.fit(*data(8), batch_size=8, verbose=0)
 
@@ -207,7 +226,115 @@ def test_a_mean_is_not_divided_where_it_has_a_share(strategy):
     assert [float(v) for v in strategy.experimental_local_results(outside)] == [0.5, 0.5]
 
 
+class Rebuilds(layers.Layer):
+    """Adds the loss of an autoencoder, by a loss of Keras', which on replicas divides it."""
+
+    def call(self, x):
+        self.add_loss(keras.losses.MeanSquaredError()(x, 0.5 * keras.ops.flip(x, -1)))
+        return x
+
+
+@pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
+def test_losses_inside_of_layers_and_metrics():
+    def build():
+        return keras.Sequential([keras.Input([4]), layers.Dense(6), Rebuilds(), layers.Dense(1)])
+
+    def metric(y_true, y_pred):
+        return keras.losses.MeanSquaredError(reduction="none")(y_true, y_pred)
+
+    x, y = data(16)
+    check(build, x, y, micro_batch_size=2, metrics=lambda: [keras.losses.Huber(), metric])
+
+
+class Derived(keras.Model):
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        logs = super().compute_metrics(x, y, y_pred, sample_weight)
+        return {**logs, "twice": 2 * logs["loss"]}
+
+
+def test_logs_that_are_no_metric(strategy):
+    def build():
+        inputs = keras.Input([4])
+        return Derived(inputs, layers.Dense(1)(inputs))
+
+    model = compiled(strategy, build)
+    with pytest.warns(macrobatch.ExactnessWarning, match=r"no metric's result.*\['twice'\]"):
+        model.fit(*data(8), batch_size=8, verbose=0)
+
+
+class Largest(layers.Layer):
+    """Keeps the largest input that it has seen."""
+
+    def build(self, shape):
+        self.largest = self.add_weight(
+            shape=(),
+            initializer=lambda shape, dtype: tf.fill(shape, tf.cast(-np.inf, dtype)),
+            trainable=False,
+        )
+
+    def call(self, x):
+        self.largest.assign(keras.ops.maximum(self.largest, keras.ops.max(x)))
+        return x
+
+
+@pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
+def test_variables_that_are_infinite(strategy):
+    """Each replica has its own value, of which one is infinite: it has had no examples."""
+    model = compiled(
+        strategy, lambda: keras.Sequential([keras.Input([4]), Largest(), layers.Dense(1)])
+    )
+    x, y = data(1)
+    with pytest.warns(UserWarning, match="Nothing is being accumulated"):
+        model.fit(x, y, batch_size=1, verbose=0)
+    assert float(model.layers[0].largest.numpy()) == x.max()
+
+
+# Eager mode
+
+
+@pytest.mark.filterwarnings("ignore:Nothing is being accumulated")
+def test_eagerly_with_a_replica_without_examples():
+    check(mlp, *data(9), batch_size=4, micro_batch_size=1, run_eagerly=True, epochs=1)
+
+
+def test_eagerly_with_a_generator(strategy):
+    x, y = data(16)
+
+    def generator():
+        for start in (0, 8):
+            yield x[start : start + 8], y[start : start + 8]
+
+    plain = macrobatch.release(compiled(tf.distribute.get_strategy(), run_eagerly=True))
+    unbuilt = keras.Sequential([layers.Dense(6, "tanh"), layers.Dense(1)])
+    ours = compiled(
+        strategy, lambda: keras.Sequential.from_config(unbuilt.get_config()), run_eagerly=True
+    )
+    for model in (plain, ours):
+        model.fit(generator(), steps_per_epoch=2, shuffle=False, verbose=0)
+    assert_same(plain, ours)
+
+
 # Mixed precision
+
+
+def test_sums_over_replicas_are_wide(strategy):
+    """In bfloat16, 256 + 1 is 256: parts must not be rounded before they are summed."""
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("bfloat16")
+    weights = []
+    for where in (tf.distribute.get_strategy(), strategy):
+        model = compiled(
+            where,
+            lambda: keras.Sequential(
+                [keras.Input([1]), layers.Dense(1, use_bias=False, kernel_initializer="zeros")]
+            ),
+            loss=lambda: keras.losses.MeanAbsoluteError(reduction="sum"),
+            micro_batch_size=1,
+        )
+        x = np.array([[256.0], [1.0], [-256.0], [0.0]])
+        model.fit(x, np.ones([4, 1]), batch_size=4, shuffle=False, verbose=0)
+        weights.append(float(model.layers[0].kernel.numpy().astype("float32").item()))
+    assert weights[0] == weights[1] != 0
 
 
 def test_a_gradient_that_is_not_finite_on_one_replica(strategy):

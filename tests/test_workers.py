@@ -91,7 +91,12 @@ def test_workers_must_restore_the_same_backup():
 
 def test_backups_in_the_middle_of_an_epoch():
     with pytest.raises(ValueError, match=r'Received: save_freq=5\. Expected: save_freq="epoch"'):
-        _replica_checks.backs_up_epochs(5)
+        _replica_checks.backup("folder", 5)
+
+
+def test_backups_that_could_not_be_restored():
+    with pytest.raises(ValueError, match=r"Received: backup_dir='a\[1\]'"):
+        _replica_checks.backup("a[1]", "epoch")
 
 
 def test_datasets_of_which_keras_would_leave_out_a_part():
@@ -110,6 +115,29 @@ def test_workers_must_shuffle_alike():
     _replica_checks.shuffles_alike(tf.data.Dataset.from_tensors(x), True)
     with pytest.warns(macrobatch.ExactnessWarning, match="set_random_seed"):
         _replica_checks.shuffles_alike({"a": x}, True)
+
+
+@pytest.mark.parametrize("save_freq", ["epoch", 3])
+def test_backups_of_one_worker(save_freq, tmp_path):
+    """In the middle of epochs it is Keras that backs up, and starts the epoch over."""
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    with strategy.scope():
+        model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    macrobatch.accumulate(model, 2)
+
+    class Stops(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            if epoch == 1:
+                raise KeyboardInterrupt
+
+    backup = keras.callbacks.BackupAndRestore(str(tmp_path / "run"), save_freq=save_freq)
+    options = {"batch_size": 4, "epochs": 3, "shuffle": False, "verbose": 0}
+    x = np.ones([8, 2])
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(x, x[:, :1], callbacks=[backup, Stops()], **options)
+    history = model.fit(x, x[:, :1], callbacks=[backup], **options)
+    assert len(history.epoch) == (1 if save_freq == "epoch" else 2)
 
 
 # Waiting for workers
@@ -136,6 +164,23 @@ def test_a_worker_that_never_comes(index):
     address = resolver.cluster_spec().as_dict()["worker"][missing]
     with pytest.raises(TimeoutError, match=f"within 0.3 seconds.*worker {missing} .{address}"):
         macrobatch.wait_for_workers(0.3, cluster_resolver=resolver)
+
+
+def test_somebody_else_at_the_address():
+    """A server that is about to end, for instance, which takes connections but no greeting."""
+    resolver = cluster()[0]
+    host, _, port = resolver.cluster_spec().as_dict()["worker"][1].partition(":")
+    with socket.create_server((host, int(port))), pytest.raises(TimeoutError, match="worker 1"):
+        macrobatch.wait_for_workers(0.1, cluster_resolver=resolver)
+
+
+def test_an_address_that_is_taken():
+    resolver = cluster()[0]
+    _, _, port = resolver.cluster_spec().as_dict()["worker"][0].partition(":")
+    with socket.create_server(("", int(port))), pytest.raises(
+        OSError, match="must be able to listen"
+    ):
+        macrobatch.wait_for_workers(0.1, cluster_resolver=resolver)
 
 
 def test_workers_that_come_late():

@@ -112,6 +112,22 @@ def an_unbuilt_model_and_a_dataset(strategy):
     ).history, arrays(model)
 
 
+class OwnTestStep(keras.Model):
+    def test_step(self, data):
+        return {"three": 3.0 + 0.0 * tf.reduce_sum(data[1])}
+
+
+@case
+def an_own_test_step(strategy):
+    def build():
+        inputs = keras.Input([4])
+        return OwnTestStep(inputs, layers.Dense(1)(inputs))
+
+    x, y = examples(8)
+    model = model_of(strategy, build)
+    return model.evaluate(x, y, batch_size=8, verbose=0, return_dict=True)
+
+
 WORKERS = 2  # in all layouts
 
 

@@ -65,6 +65,7 @@ def recorded(alone: bool = False) -> Iterator[Calls]:
 
 
 def _recording_moments(layer: Any, inputs: Any, mask: Any) -> Any:
+    # Replicas trace one at a time up to where they meet, which they do not in here.
     synchronized = layer.synchronized
     layer.synchronized = synchronized and not getattr(_recording, "alone", False)
     try:
@@ -118,15 +119,21 @@ def pooled(left: Moments, right: Moments) -> Moments:
     return Moments(count, left.mean + difference * portion, within + between)
 
 
-def over_replicas(moments: Moments) -> Moments:
+def over_replicas(moments: List[Moments]) -> List[Moments]:
     """The moments of the inputs of all replicas, of which one may have had none."""
-    if not _replicas.in_several():
+    if not _replicas.in_several() or not moments:
         return moments
-    count, summed = _replicas.total([moments.count, moments.count * moments.mean])
-    mean = tf.math.divide_no_nan(summed, count)
-    squares = moments.variance + tf.square(moments.mean - mean)
-    (squares,) = _replicas.total([tf.math.multiply_no_nan(squares, moments.count)])
-    return Moments(count, mean, tf.math.divide_no_nan(squares, count))
+    counts = [each.count for each in moments]
+    sums = [each.count * each.mean for each in moments]
+    totals = _replicas.total([*counts, *sums])  # of all layers at once
+    counts, sums = totals[: len(moments)], totals[len(moments) :]
+    means = [tf.math.divide_no_nan(*pair) for pair in zip(sums, counts)]
+    squares = [
+        tf.math.multiply_no_nan(own.variance + tf.square(own.mean - mean), own.count)
+        for own, mean in zip(moments, means)
+    ]
+    variances = [tf.math.divide_no_nan(*p) for p in zip(_replicas.total(squares), counts)]
+    return [Moments(*each) for each in zip(counts, means, variances)]
 
 
 def statistics(layer: Any) -> List[Any]:

@@ -408,6 +408,17 @@ def inexact(
     return messages
 
 
+def logs_of_one_replica(logs: Iterable[str]) -> List[str]:
+    """What to say of logs that are no metric's, and so cannot be put together over replicas."""
+    if not logs:
+        return []
+    return [
+        "These logs, which compute_metrics returns, are no metric's result. On several replicas "
+        f"they are the mean of what each replica comes to: {sorted(logs)}. Make each the result "
+        "of a keras.metrics.Metric."
+    ]
+
+
 def no_accumulation(examples: int, micro_batch_size: int, replicas: int) -> str:
     """What to say of a batch that is a single micro-batch on each replica."""
     of_each = "" if replicas == 1 else f" on {replicas} replicas"

@@ -3,13 +3,14 @@
 import contextlib
 import re
 import socket
+import threading
 import time
 from typing import Any, List, Optional, Set
 
 import keras
 import tensorflow as tf
 
-from macrobatch import _replica_checks
+from macrobatch import _replica_checks, _replicas
 
 
 def wait_for_workers(timeout: float = 300, *, cluster_resolver: Optional[Any] = None) -> None:
@@ -45,42 +46,74 @@ def wait_for_workers(timeout: float = 300, *, cluster_resolver: Optional[Any] = 
         return
     deadline = time.monotonic() + timeout
     greeted: Set[str] = set()
-    heard: Set[str] = set()
     # Here the strategy's server will listen later. Nobody goes on before all have been here.
-    with socket.socket() as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(("", int(tasks[own].rpartition(":")[2])))
-        listener.listen(len(tasks))
-        listener.settimeout(0.1)
-        while not greeted & heard >= set(others):
-            greeted |= {name for name in set(others) - greeted if _greet(others[name], own)}
-            heard |= _greetings(listener)
-            if time.monotonic() > deadline and not greeted & heard >= set(others):
-                missing = {name: others[name] for name in others if name not in greeted & heard}
+    with _Listener(own, tasks[own], deadline) as listener:
+        while not greeted & listener.heard >= set(others):
+            missing = {name: others[name] for name in others if name not in greeted}
+            patience = min(max(deadline - time.monotonic(), 1.0), 10.0)
+            greeted |= {n for n, at in missing.items() if _greets_back(n, at, own, patience)}
+            time.sleep(0.05)
+            if time.monotonic() > deadline and not greeted & listener.heard >= set(others):
+                missing = {n: others[n] for n in others if n not in greeted & listener.heard}
                 raise TimeoutError(_replica_checks.workers_missing(own, missing, timeout))
 
 
-def _greet(address: str, own: str) -> bool:
+def _greets_back(name: str, address: str, own: str, patience: float) -> bool:
+    """Whether a worker is there: not just somebody who listens, such as one that is ending."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=2) as connection:
-            connection.sendall(own.encode())
-    except OSError:
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=1) as connection:
+            connection.settimeout(patience)
+            connection.sendall(own.encode() + b"\n")
+            return connection.makefile().readline() == name + "\n"
+    except (OSError, UnicodeDecodeError):
         return False
-    return True
 
 
-def _greetings(listener: socket.socket) -> Set[str]:
-    """The names of those who have come here since the last time."""
-    names: Set[str] = set()
-    while True:
-        try:
-            connection, _ = listener.accept()
-        except socket.timeout:
-            return names
-        with connection, contextlib.suppress(OSError):
-            connection.settimeout(2)
-            names.add(connection.recv(100).decode(errors="replace"))
+class _Listener:
+    """Greets back, in a thread, those who greet this worker.
+
+    Attributes:
+        heard: the names of those who have.
+    """
+
+    def __init__(self, own: str, address: str, deadline: float):
+        self.heard: Set[str] = set()
+        self._own = own
+        self._socket = socket.socket()
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        while True:
+            try:  # A worker of an earlier run may be about to end.
+                self._socket.bind(("", int(address.rpartition(":")[2])))
+                break
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    self._socket.close()
+                    raise OSError(_replica_checks.port_in_use(own, address, error)) from None
+                time.sleep(0.1)
+        self._socket.listen(128)
+        self._socket.settimeout(0.1)
+        self._is_done = threading.Event()
+        self._thread = threading.Thread(target=self._listen, daemon=True)
+
+    def __enter__(self) -> "_Listener":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        self._is_done.set()
+        self._thread.join()
+        self._socket.close()
+
+    def _listen(self) -> None:
+        while not self._is_done.is_set():
+            with contextlib.suppress(OSError, UnicodeDecodeError):
+                connection, _ = self._socket.accept()
+                with connection:
+                    connection.settimeout(1)
+                    name = connection.makefile().readline().strip()
+                    connection.sendall(self._own.encode() + b"\n")
+                    self.heard.add(name)
 
 
 # What writes files, with nothing else to it.
@@ -100,7 +133,9 @@ def callbacks_of(strategy: Any, callbacks: Any) -> Any:
     kept: List[Any] = []
     for callback in callbacks:
         if type(callback) is keras.callbacks.BackupAndRestore:
-            kept.append(_Backup(strategy, callback))
+            several = _replicas.has_several_workers(strategy)
+            by_epoch = several or callback.save_freq == "epoch"
+            kept.append(_Backup(strategy, callback) if by_epoch else callback)
         elif is_chief or type(callback) not in _WRITERS:
             kept.append(callback)
     return kept
@@ -124,7 +159,7 @@ class _Backup(keras.callbacks.Callback):
 
     def __init__(self, strategy: Any, callback: Any):
         super().__init__()
-        _replica_checks.backs_up_epochs(callback.save_freq)
+        _replica_checks.backup(callback.backup_dir, callback.save_freq)
         self._strategy = strategy
         self._folder = callback.backup_dir
         self._deletes = callback.delete_checkpoint
@@ -142,9 +177,9 @@ class _Backup(keras.callbacks.Callback):
         if self._writes:
             before = self._epochs()
             self._checkpoint().write(self._path(epoch + 1))
-            for older in before:
-                for path in tf.io.gfile.glob(f"{self._path(older)}.*"):
-                    tf.io.gfile.remove(path)
+            for name in tf.io.gfile.listdir(self._folder):
+                if name.partition(".")[0] in {f"epoch-{older}" for older in before}:
+                    tf.io.gfile.remove(tf.io.gfile.join(self._folder, name))
 
     def on_train_end(self, logs: Any = None) -> None:
         self.model._initial_epoch = None  # or the next `fit` would start from there too
@@ -161,8 +196,9 @@ class _Backup(keras.callbacks.Callback):
 
     def _epochs(self) -> List[int]:
         """After how many epochs there are backups."""
-        found = tf.io.gfile.glob(f"{tf.io.gfile.join(self._folder, 'epoch-*')}.index")
-        return [int(re.findall(r"epoch-(\d+)", path)[-1]) for path in found]
+        names = tf.io.gfile.listdir(self._folder) if tf.io.gfile.exists(self._folder) else []
+        found = [re.fullmatch(r"epoch-(\d+)\.index", name) for name in names]
+        return [int(each.group(1)) for each in found if each]
 
 
 def _values_of_all(strategy: Any, value: int) -> List[int]:

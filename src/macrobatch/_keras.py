@@ -110,7 +110,10 @@ class _Accumulation:
         methods = {"train_step": self.train_step, "make_train_function": self.make_train_function}
         if not _model.overrides(self.model, "test_step"):
             methods["test_step"] = self.test_step
+        elif _replicas.has_several_workers(self.strategy):
+            methods["test_step"] = self.own_test_step
         if self.strategy is not None:
+            methods["make_test_function"] = self.make_test_function
             # Private, and what keeps Keras from fitting batches that replicas do not divide, and
             # from fitting on several workers at all: it takes the mean of the replicas' examples.
             methods["_maybe_symbolic_build"] = self.build
@@ -167,6 +170,10 @@ class _Accumulation:
             logs = function.finish(state, logs, examples)
         return _replicas.for_reduction(logs)
 
+    def own_test_step(self, data: Any) -> Any:
+        """The model's own, whose logs Keras would not reduce over workers."""
+        return _replicas.for_reduction(type(self.model).test_step(self.model, data))
+
     def _prepare(self, data: Any, training: bool) -> Any:
         """The model as a function, the batch of this replica, the number of examples in it, and
         the denominators of the whole batch.
@@ -222,8 +229,6 @@ class _Accumulation:
         if not variables:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
             return
-        # Sums are float32 or wider; variables may be narrower.
-        gradients = [_sums.cast(g, v.dtype) for g, v in zip(gradients, variables)]
         _replicas.apply_gradients(self.model.optimizer, gradients, variables)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
@@ -255,17 +260,20 @@ class _Accumulation:
             batch = keras.utils.unpack_x_y_sample_weight(data)
             _model.ModelFunction(self.model, batch, True, self.micro_batch_weight)
 
-        if self.model.run_eagerly:
-            if iterator is not None:
-                data_batch = next(next(batches for *_, batches in iterator))
-            run(_split.to_tensors(_replicas.first_part(self.strategy, data_batch)))
-            return
         specs = _split.specs_of(data_batch)
         if iterator is not None:
             # Not its first batch: a generator has each only once.
             dataset = iterator.data_adapter.get_tf_dataset()
             specs = _replicas.element_spec(self.strategy, dataset)
-        tf.function(run, autograph=False).get_concrete_function(specs)
+        try:
+            tf.function(run, autograph=False).get_concrete_function(specs)
+        except Exception:
+            if not self.model.run_eagerly:
+                raise
+            # A model that runs eagerly may have code that no graph can have.
+            if iterator is not None:
+                data_batch = next(next(batches for *_, batches in iterator))
+            run(_split.to_tensors(_replicas.first_part(self.strategy, data_batch)))
 
     def _check_scope(self) -> None:
         _replicas.check_scope(_replicas.strategy_of(_model.all_variables(self.model)))
@@ -282,7 +290,7 @@ class _Accumulation:
 
     def _looking_at_first_batch(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def train_function(iterator: Any) -> Any:
-            logs = function(iterator)
+            logs = function(self._shared_out(iterator))
             if not self.looked_at:
                 self.looked_at = True
                 examples = int(_replicas.read(self.first_batch))
@@ -293,6 +301,22 @@ class _Accumulation:
             return logs
 
         return train_function
+
+    def make_test_function(self, force: bool = False) -> Any:
+        """As Keras'."""
+        model = self.model
+        if model.test_function is None or force:
+            type(model).make_test_function(model, force=force)
+            function = model.test_function
+            model.test_function = lambda iterator: function(self._shared_out(iterator))
+        return model.test_function
+
+    def _shared_out(self, iterator: Any) -> Any:
+        """The batches. Those of `train_on_batch` each replica would get whole."""
+        kinds = (tf.data.Iterator, tf.distribute.DistributedIterator)
+        if self.strategy is None or isinstance(iterator, kinds):
+            return iterator
+        return (_replicas.shared_out(self.strategy, batch) for batch in iterator)
 
     def _remember(self, examples: Any) -> None:
         # How large the first batch is may be known in the graph only.

@@ -141,7 +141,9 @@ def _run_in_graph(step: Step, batch: Any, runs: List[_split.Run], state: Any) ->
     traced.get_concrete_function(_split.first_micro_batch(batch, runs), state)
     likes, _, latest_like, (aux_like, aux_pieces) = traces[0]
     count = sum(run.count for run in runs)
-    sums = [_sums.start(like, count) for like in likes]
+    # Replicas with different numbers of examples must have gradients of the same kinds.
+    may_be_dense = not _replicas.in_several()
+    sums = [_sums.start(like, count, may_be_dense) for like in likes]
     latest = tf.nest.map_structure(lambda t: tf.zeros(t.shape, t.dtype), latest_like)
 
     def run_all(run: _split.Run, done: Any, sums: Any, state: Any, latest: Any) -> Any:

@@ -94,6 +94,7 @@ class ModelFunction:
         _checks.scalar_weight(weight)
         return Denominators(examples, weight, [])
 
+    @_losses.undivided()
     def denominators(self, micro_batch: Any, carried: List[Any]) -> Any:
         """All denominators of a micro-batch, and the carried variables after it.
 
@@ -121,6 +122,7 @@ class ModelFunction:
         """The state before the first micro-batch, where the loss is what regularisers add."""
         return State(loss, [tf.zeros_like(loss)] * self.terms, self.written.start())
 
+    @_losses.undivided()
     def __call__(self, micro_batch: Any, state: State, whole: Denominators) -> Any:
         """Runs a micro-batch.
 
@@ -173,6 +175,9 @@ class ModelFunction:
         values = _stateless.shared(metrics, scope.values_of(metrics), whole=True)
         with self._scope(zip(metrics, values)):
             results = self.model.get_metrics_result()
+        others = {name: value for name, value in logs.items() if name not in results}
+        for message in _checks.logs_of_one_replica(others):
+            _checks.warn_once(self.model, message)
         return {name: results.get(name, value) for name, value in logs.items()}
 
     def _scope(self, carried: Iterable[Any] = ()) -> Scope:
@@ -188,7 +193,6 @@ class ModelFunction:
         x, model = micro_batch[0], self.model
         return model(x, training=self.training) if model._call_has_training_arg else model(x)
 
-    @_losses.undivided()
     def _loss(
         self, micro_batch: Any, y_pred: Any, part: Denominators, whole: Optional[Any] = None
     ) -> "_Loss":
@@ -228,6 +232,7 @@ class ModelFunction:
         compiled = None if self.overridden else self.model._compile_loss
         return [self.model._loss_tracker, *(compiled.metrics if compiled else [])]
 
+    @_losses.undivided()
     def _dry_run(self, micro_batch: Any) -> Any:
         found: List[Any] = []
 
@@ -239,10 +244,12 @@ class ModelFunction:
             found.append(_losses.layers_adding_scalars(layers_of(self.model), part.examples))
             self.model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
-        if tf.executing_eagerly():
+        if tf.executing_eagerly() and _split.size_of(micro_batch):
             run(micro_batch)
-        else:
-            tf.function(run, autograph=False).get_concrete_function(micro_batch)
+            return found
+        if tf.executing_eagerly():  # A replica without examples: others have some.
+            micro_batch = _split.specs_of(micro_batch, any_size=True)
+        tf.function(run, autograph=False).get_concrete_function(micro_batch)
         return found
 
 

@@ -1,5 +1,6 @@
 """Checks of what users do with strategies and workers. Runs on TensorFlow 1.14 too."""
 
+import re
 import warnings
 from typing import Any, Dict, Sequence
 
@@ -48,13 +49,18 @@ def optimizer_on_replicas(value: Any) -> None:
             )
 
 
-def one_strategy(strategies: Sequence[Any]) -> None:
+def one_strategy(strategies: Sequence[Any], variables: Sequence[Any]) -> None:
     """Raises if variables were made in the scopes of different strategies."""
     if any(each is not strategies[0] for each in strategies):
+        found = {
+            "none" if each is None else type(each).__name__: variable.name
+            for each, variable in zip(strategies, variables)
+        }
+        examples = ", ".join(f"of {kind}, {name} for instance" for kind, name in found.items())
         raise ValueError(
-            "All variables must be made in the scope of the same strategy. Received: variables of "
-            f"{sorted({type(each).__name__ for each in strategies})}. "
-            "Make the model and the optimizer inside `with strategy.scope():`."
+            "All variables must be made in the scope of the same strategy. Received: variables "
+            f"{examples}. Make the model, its optimizer and its metrics inside "
+            "`with strategy.scope():`."
         )
 
 
@@ -74,7 +80,9 @@ def static_batch(examples: Any, synchronized: Sequence[str]) -> None:
         raise ValueError(
             f"Layers with synchronized=True need batches of a fixed size. Received: {synchronized} "
             "and a batch of unknown size. Batch the dataset with "
-            "dataset.batch(n, drop_remainder=True), or set synchronized=False."
+            "dataset.batch(n, drop_remainder=True), and with several workers, where TensorFlow "
+            "expects any dataset to end early, repeat() it first and pass steps_per_epoch=; or set "
+            "synchronized=False."
         )
 
 
@@ -97,8 +105,22 @@ def workers_missing(own: str, missing: Dict[str, str], timeout: float) -> str:
     )
 
 
-def backs_up_epochs(save_freq: Any) -> None:
-    """Raises for backups in the middle of an epoch, whose data starts over after a restart."""
+def port_in_use(own: str, address: str, error: OSError) -> str:
+    """What to say of a worker that cannot listen at its address."""
+    return (
+        f"{own} must be able to listen at {address}. Received: {error}. Another process has that "
+        "port: end it, or give this worker another one in TF_CONFIG. Call wait_for_workers once, "
+        "before the strategy is made."
+    )
+
+
+def backup(folder: str, save_freq: Any) -> None:
+    """Raises for backups that could not be restored, or in the middle of an epoch."""
+    if re.search(r"[][*?]", folder):
+        raise ValueError(
+            "The path of a backup must not have any of []*? in it, which TensorFlow takes for "
+            f"patterns when it restores. Received: backup_dir={folder!r}. Choose another one."
+        )
     if save_freq != "epoch":
         raise ValueError(
             "With several workers, BackupAndRestore must back up whole epochs: Keras starts an "

@@ -32,7 +32,7 @@ def strategy_of(variables: Iterable[Any]) -> Any:
     # Variables of a ParameterServerStrategy do not tell that they are, but where they are.
     alone = [v for v, strategy in zip(variables, strategies) if strategy is None]
     _replica_checks.parameter_servers(any("/job:ps" in (v.device or "") for v in alone))
-    _replica_checks.one_strategy(strategies)
+    _replica_checks.one_strategy(strategies, variables)
     return strategies[0] if strategies else None
 
 
@@ -130,6 +130,25 @@ def element_spec(strategy: Any, dataset: Any) -> Any:
     return _split.specs_of(first_part(strategy, next(iter(dataset))))
 
 
+def shared_out(strategy: Any, batch: Any) -> Any:
+    """A batch that is whole in each process, of which each replica gets a part."""
+    replicas = strategy.num_replicas_in_sync
+
+    def part(context: Any, leaf: Any) -> Any:
+        size = int(leaf.shape[0])
+        start, end = (size * (context.replica_id_in_sync_group + i) // replicas for i in (0, 1))
+        return leaf[start:end]
+
+    return tf.nest.map_structure(
+        lambda leaf: (
+            leaf
+            if leaf is None
+            else strategy.experimental_distribute_values_from_function(lambda c: part(c, leaf))
+        ),
+        _split.to_tensors(batch),
+    )
+
+
 def first_part(strategy: Any, batch: Any) -> Any:
     """The part of a batch that the first of this machine's replicas gets."""
     return tf.nest.map_structure(
@@ -143,10 +162,24 @@ def of_first(values: List[Any]) -> List[Any]:
         return values
     context = tf.distribute.get_replica_context()
     is_first = tf.equal(context.replica_id_in_sync_group, 0)
-    # Collectives know few dtypes; seeds, for one, are unsigned integers.
-    wide = [tf.float64 if value.dtype.is_floating else tf.int64 for value in values]
-    masked = [tf.cast(v, w) * tf.cast(is_first, w) for v, w in zip(values, wide)]
-    return [tf.cast(t, value.dtype) for t, value in zip(total(masked), values)]
+    masked = [tf.where(is_first, value, tf.zeros_like(value)) for value in values]
+    sums = total([_sums.widened(value) for value in masked])
+    return [tf.cast(each, value.dtype) for each, value in zip(sums, values)]
+
+
+def largest(values: List[Any]) -> List[Any]:
+    """The largest of the values, element by element, that any replica has."""
+    if not in_several() or not values:
+        return values
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    # Collectives know few dtypes, of which seeds' unsigned integers are none, and only sums.
+    rows = [
+        tf.one_hot(replica, count(), dtype=tf.int64)[:, None]
+        * tf.reshape(tf.cast(value, tf.int64), [1, -1])
+        for value in values
+    ]
+    found = [tf.reduce_max(each, 0) for each in total(rows)]
+    return [tf.cast(tf.reshape(f, tf.shape(v)), v.dtype) for f, v in zip(found, values)]
 
 
 def variable(
@@ -227,6 +260,9 @@ def apply_gradients(optimizer: Any, gradients: List[Any], variables: List[Any]) 
         there = [gradient for gradient in gradients if gradient is not None]
         sums = iter(total(there))
         gradients = [g if g is None else _sums.merge_rows(next(sums)) for g in gradients]
+    # Sums are float32 or wider, also those over replicas; variables may be narrower.
+    dtypes = [tf.as_dtype(variable.dtype).base_dtype for variable in variables]
+    gradients = [_sums.cast(gradient, dtype) for gradient, dtype in zip(gradients, dtypes)]
     summed = [] if arguments is None else [id(each) for each in _with_inner_ones(optimizer)]
     with _counting:
         _reduced.update(summed)
@@ -238,15 +274,22 @@ def apply_gradients(optimizer: Any, gradients: List[Any], variables: List[Any]) 
 
 
 def _agreed(gradients: List[Any], variables: List[Any]) -> List[Any]:
-    """The gradients, with zeros for those that other replicas have and this one has not."""
+    """The gradients, of the same kinds on all replicas: zeros where only others have one."""
     if not tf.executing_eagerly():  # In a graph all replicas have the same.
         return gradients
-    flags = [float(gradient is not None) for gradient in gradients]
-    (counts,) = total([tf.constant(flags)])
-    return [
-        tf.zeros(v.shape, v.dtype) if g is None and count > 0 else g
-        for g, v, count in zip(gradients, variables, counts.numpy())
-    ]
+    sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
+    dense = [g is not None and not rows for g, rows in zip(gradients, sparse)]
+    (counts,) = total([tf.constant([sparse, dense], tf.float32)])
+    agreed = []
+    for gradient, variable, some_rows, some_dense in zip(gradients, variables, *counts.numpy()):
+        shape, dtype = tf.TensorShape(variable.shape), _sums.wide(tf.as_dtype(variable.dtype))
+        if gradient is None and some_dense:
+            gradient = tf.zeros(shape, dtype)
+        elif gradient is None and some_rows:
+            none = tf.zeros([0, *shape[1:]], dtype)
+            gradient = tf.IndexedSlices(none, tf.zeros([0], tf.int64), tf.constant(shape, tf.int64))
+        agreed.append(_sums.dense(gradient) if some_dense else gradient)
+    return agreed
 
 
 # How many replicas are in a call with gradients that are summed already, for each optimizer. It

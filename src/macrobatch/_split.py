@@ -40,11 +40,17 @@ def to_tensors(batch: Any) -> Any:
     )
 
 
-def specs_of(batch: Any) -> Any:
-    """The types and shapes of the tensors in a batch."""
-    return tf.nest.map_structure(
-        lambda leaf: leaf if leaf is None else tf.type_spec_from_value(leaf), to_tensors(batch)
-    )
+def specs_of(batch: Any, any_size: bool = False) -> Any:
+    """The types and shapes of the tensors in a batch; if `any_size`, of any number of examples."""
+
+    def spec(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if any_size and isinstance(leaf, tf.Tensor):
+            return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+        return tf.type_spec_from_value(leaf)
+
+    return tf.nest.map_structure(spec, to_tensors(batch))
 
 
 def examples_in(batch: Any, may_be_empty: bool = False) -> Any:

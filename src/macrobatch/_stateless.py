@@ -125,8 +125,9 @@ class Written:
         """
         for variable, value in zip(self.carried, shared(self.carried, state.carried)):
             variable.assign(value)
-        for (layer, masked), moments in zip(self.pooled.items(), state.moments):
-            _batch_norm.update(layer, _batch_norm.over_replicas(moments), masked)
+        moments_of_all = _batch_norm.over_replicas(state.moments)
+        for (layer, masked), moments in zip(self.pooled.items(), moments_of_all):
+            _batch_norm.update(layer, moments, masked)
 
 
 class Function:
@@ -211,16 +212,28 @@ def read(variables: Iterable[Any]) -> List[Any]:
 def shared(variables: List[Any], values: List[Any], whole: bool = False) -> List[Any]:
     """The values that variables get when each replica has come to its own.
 
-    Those of the first replica; but of variables of which each replica holds a part, as those of
-    metrics are, its own, or their sum if `whole`.
+    Those of the first replica; of integers, the largest, since seeds must not be drawn from again;
+    and of variables of which each replica holds a part, as those of metrics are, its own, or their
+    sum if `whole`.
     """
     if not _replicas.in_several():
         return values
-    in_parts = [variable.synchronization == "on_read" for variable in variables]
-    of_first = iter(_replicas.of_first([v for v, part in zip(values, in_parts) if not part]))
-    parts = [value for value, part in zip(values, in_parts) if part]
-    own = iter(_replicas.total(parts) if whole else parts)
-    return [next(own) if part else next(of_first) for part in in_parts]
+
+    def kind(variable: Any, value: Any) -> str:
+        if variable.synchronization == "on_read":
+            return "part"
+        return "of first" if value.dtype.is_floating else "integer"
+
+    kinds = [kind(*pair) for pair in zip(variables, values)]
+    of_kind = {k: [v for v, each in zip(values, kinds) if each == k] for k in set(kinds)}
+    results = {
+        "part": iter(
+            _replicas.total(of_kind.get("part", [])) if whole else of_kind.get("part", [])
+        ),
+        "of first": iter(_replicas.of_first(of_kind.get("of first", []))),
+        "integer": iter(_replicas.largest(of_kind.get("integer", []))),
+    }
+    return [next(results[kind]) for kind in kinds]
 
 
 def without(variables: Iterable[Any], others: Iterable[Any]) -> List[Any]:

@@ -91,12 +91,13 @@ def are_finite(gradients: Sequence[Any]) -> Any:
     return tf.reduce_all(tf.stack([tf.constant(True), *finite]))
 
 
-def start(gradient: Any, count: Any) -> Any:
+def start(gradient: Any, count: Any, may_be_dense: bool = True) -> Any:
     """The empty sum of `count` gradients like this one, for a loop in a graph."""
     if not isinstance(gradient, tf.IndexedSlices):
         return None if gradient is None else tf.zeros(gradient.shape, wide(gradient.dtype))
     table, rows = gradient.shape, gradient.values.shape[0]
-    if isinstance(count, int) and rows is not None and rows * count >= table[0]:
+    is_known = may_be_dense and isinstance(count, int) and rows is not None
+    if is_known and rows * count >= table[0]:
         # The batch touches as many rows as the table has: a dense sum is the smaller one.
         return tf.zeros(table, wide(gradient.dtype))
     values, indices = gradient.values, gradient.indices

@@ -77,14 +77,14 @@ class Window(tf.Module):
         """The sums of these kinds times a factor: in a replica, its part of them."""
         arrived = _replicas.local(self.arrivals) > 0
         gradients = []
-        for index, dtype in enumerate(self._dtypes):
+        for index in range(len(self._dtypes)):
             total = None
             if kinds[DENSE, index]:
                 total = _replicas.local(self._sum(DENSE, index)[0])
                 total = _sums.scaled(total, arrived[DENSE, index])
             if kinds[ROWS, index]:
                 total = _sums.add(total, self._rows(index, arrived[ROWS, index]))
-            gradients.append(_sums.cast(_sums.scaled(total, factor), dtype))
+            gradients.append(_sums.scaled(total, factor))
         return gradients
 
     def clear(self) -> None:
