@@ -52,10 +52,10 @@ check: .venv/dev-installed
 	.venv/bin/mypy
 
 pytest: .venv/dev-installed
-	.venv/bin/python -m pytest -n 2 --dist loadgroup
+	.venv/bin/python -m pytest -n 2
 
 test-oldest: .venv-oldest/dev-installed
-	.venv-oldest/bin/python -m pytest -n 2 --dist loadgroup
+	.venv-oldest/bin/python -m pytest -n 2
 
 # Python 3.7 is past its end of life, so few machines have it: its absence is no failure, but is not passed over in silence.
 test-tf1:

@@ -4,7 +4,7 @@
     macrobatch run --workers 2 examples/multi_worker.py       two workers on this machine
 
 On a cluster each machine runs `python multi_worker.py`, and TF_CONFIG says who the others are
-(docs/scaling.md). A run that is stopped, or killed, goes on with the epoch that it was in when it is
+(docs/scaling.md). A run that is stopped, or killed, goes on with the epoch it was in when it is
 started again.
 """
 
