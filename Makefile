@@ -1,5 +1,6 @@
 # make demo         train a small network plainly and accumulated, and compare (one to two minutes)
 # make test         check, then the test suite; CI runs this and test-tf1
+# make test-all     the test suite, with what make test leaves out because it takes long
 # make check        formatting, lint and types
 # make test-oldest  the test suite with the oldest supported TensorFlow and Keras (.ci/oldest.txt)
 # make test-tf1     GradientAccumulator's tests with TensorFlow 1.14 (.ci/tf1.txt), from the built wheel; needs Python 3.7
@@ -9,7 +10,7 @@
 #
 # Each target makes the environment that it needs from a Python found here. To choose one: make test PYTHON=/path/to/python
 
-.PHONY: demo test check pytest test-oldest test-tf1 pytest-tf1 bench bench-replicas clean
+.PHONY: demo test check pytest test-all test-oldest test-tf1 pytest-tf1 bench bench-replicas clean
 .DEFAULT_GOAL := test
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
@@ -53,6 +54,9 @@ check: .venv/dev-installed
 
 pytest: .venv/dev-installed
 	.venv/bin/python -m pytest -n 2
+
+test-all: .venv/dev-installed
+	.venv/bin/python -m pytest -n 2 --thorough
 
 test-oldest: .venv-oldest/dev-installed
 	.venv-oldest/bin/python -m pytest -n 2

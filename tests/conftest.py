@@ -14,9 +14,10 @@ import tensorflow as tf
 tf.config.set_logical_device_configuration(
     tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
 )
-# Models here are tiny, and tests run side by side.
+# Models here are tiny, and tests run side by side. Threads between operations may be blocked by
+# pipelines of data that nobody reads any more: with few of them, replicas wait for a minute.
 tf.config.threading.set_intra_op_parallelism_threads(1)
-tf.config.threading.set_inter_op_parallelism_threads(2)
+tf.config.threading.set_inter_op_parallelism_threads(16)
 
 
 @pytest.fixture(autouse=True)
@@ -29,8 +30,17 @@ def double_precision():
     keras.config.set_floatx("float32")
 
 
-def pytest_collection_modifyitems(items):
-    def selected(item):
-        return getattr(getattr(item, "module", None), "selected", lambda item: True)(item)
+def pytest_addoption(parser):
+    parser.addoption("--thorough", action="store_true", help="run what tests leave out otherwise")
 
+
+def pytest_collection_modifyitems(items):
+    """Leaves out what the function `selected` of a test's module does not select."""
     items[:] = [item for item in items if selected(item)]
+
+
+def selected(item):
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    select = getattr(getattr(item, "module", None), "selected", None)
+    thorough = item.config.getoption("thorough")
+    return select is None or select(item.originalname, parameters, thorough)

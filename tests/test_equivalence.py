@@ -46,6 +46,31 @@ def dense_tagger(classes=3):
     return DensePlain(model.inputs, model.outputs[0])
 
 
+# XLA takes seconds to compile each: unless all are asked for, these stand for the rest.
+COMPILED = {
+    "test_reductions": {"weighted": [True]},
+    "test_several_outputs": {"structure": ["dict"]},
+    "test_sizes": {"examples": [17]},
+    "test_masks_compiled": {},
+    "test_regularizers_count_once": {},
+    "test_optimizers_in_other_modes": {"name": ["adam", "global_clipnorm"]},
+    "test_models": {},
+    "test_variables_without_gradient": {},
+    "test_repeated_embedding_rows": {},
+    "test_metrics_are_those_of_the_whole_batch": {},
+}
+
+
+def selected(name, parameters, thorough):
+    """Whether a test is run with these parameters."""
+    chosen = COMPILED.get(name)
+    return (
+        thorough
+        or parameters.get("mode") != "compiled"
+        or (chosen is not None and all(parameters[key] in chosen[key] for key in chosen))
+    )
+
+
 # Losses
 
 
