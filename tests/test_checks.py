@@ -41,14 +41,6 @@ def test_another_backend(monkeypatch):
         macrobatch.accumulate(model(), 8)
 
 
-def test_several_replicas(monkeypatch):
-    several = model()
-    strategy = type("Strategy", (), {"num_replicas_in_sync": 2})()
-    monkeypatch.setattr(several, "_distribute_strategy", strategy)
-    with pytest.raises(ValueError, match=r"one device.*Strategy with 2 replicas"):
-        macrobatch.accumulate(several, 8)
-
-
 def test_a_warning_is_given_once_per_model_and_message():
     first, second = model(), model()
     with pytest.warns(macrobatch.ExactnessWarning) as caught:
