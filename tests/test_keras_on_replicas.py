@@ -317,6 +317,20 @@ def test_eagerly_with_a_generator(strategy):
 # Mixed precision
 
 
+def test_variables_of_different_dtypes():
+    def build():
+        wide = layers.Dense(6, activation="tanh", dtype="float64")
+        return keras.Sequential([keras.Input([4]), wide, layers.Dense(1, dtype="float32")])
+
+    plain, ours = support.build_pair(build)
+    macrobatch.accumulate(ours, 2)
+    for model in (plain, ours):
+        with model.distribute_strategy.scope():
+            model.compile(optimizers.SGD(0.1), "mse")
+        model.fit(*data(8), batch_size=8, shuffle=False, verbose=0)
+    assert_same(plain, ours, tolerance=1e-6)
+
+
 def test_sums_over_replicas_are_wide(strategy):
     """In bfloat16, 256 + 1 is 256: parts must not be rounded before they are summed."""
     keras.config.set_floatx("float32")
