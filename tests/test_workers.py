@@ -157,6 +157,26 @@ def test_somebody_else_at_the_address():
         macrobatch.wait_for_workers(0.1, cluster_resolver=resolver)
 
 
+def test_a_worker_that_comes_after_somebody_else_at_its_address():
+    resolvers = cluster()
+    host, _, port = resolvers[0].cluster_spec().as_dict()["worker"][1].partition(":")
+    failures = []
+
+    def wait(resolver):
+        try:
+            macrobatch.wait_for_workers(20, cluster_resolver=resolver)
+        except TimeoutError as error:
+            failures.append(str(error))
+
+    waiting = threading.Thread(target=wait, args=[resolvers[0]])
+    with socket.create_server((host, int(port))) as stale:
+        waiting.start()
+        stale.accept()[0].close()
+    wait(resolvers[1])
+    waiting.join()
+    assert not failures
+
+
 def test_an_address_that_is_taken():
     resolver = cluster()[0]
     _, _, port = resolver.cluster_spec().as_dict()["worker"][0].partition(":")
