@@ -260,10 +260,11 @@ def value_and_gradients(strategy):
 def accumulator(strategy):
     """A window that is saved in its middle, with rows of which each worker has others."""
     rng = np.random.default_rng(0)
-    words, y = rng.integers(0, 9, [4, 8, 2]), rng.normal(size=[4, 8, 1])
+    # Each replica has other rows, and another number of them.
+    words, y = np.arange(64).reshape([4, 8, 2]) % 37, rng.normal(size=[4, 8, 1])
     keras.utils.set_random_seed(7)
     with scope_of(strategy):
-        table = tf.Variable(rng.normal(size=[9, 3]))
+        table = tf.Variable(rng.normal(size=[37, 3]))
         kernel = tf.Variable(rng.normal(size=[3, 1]))
         optimizer = keras.optimizers.SGD(0.5)
 
