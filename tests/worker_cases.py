@@ -272,13 +272,13 @@ def accumulator(strategy):
         with tf.GradientTape() as tape:
             features = tf.reduce_sum(tf.gather(table, words), 1)
             losses = (tf.linalg.matmul(features, kernel) - y) ** 2
-            loss = tf.reduce_sum(losses)
+            loss = tf.math.divide_no_nan(tf.reduce_sum(losses), tf.cast(len(words), y.dtype))
         return tape.gradient(loss, [table, kernel])
 
     if strategy is None:
         for k in (0, 2):
             batch = (np.concatenate(words[k : k + 2]), np.concatenate(y[k : k + 2]))
-            gradients = [tf.convert_to_tensor(g) / 16 for g in gradients_of(*batch)]
+            gradients = [tf.convert_to_tensor(g) for g in gradients_of(*batch)]
             for variable, gradient in zip((table, kernel), gradients):
                 variable.assign_sub(0.5 * gradient)
         return [table.numpy(), kernel.numpy()]
@@ -288,10 +288,9 @@ def accumulator(strategy):
     @tf.function
     def add(batch):
         def on_replica(words, y):
-            count = tf.cast(tf.shape(words)[0], tf.float64)
             gradients = gradients_of(words, y)
-            gradients = [tf.math.divide_no_nan(1.0, count) * g for g in gradients]
-            accumulator.add(gradients, weight=count)
+            assert isinstance(gradients[0], tf.IndexedSlices)
+            accumulator.add(gradients, weight=len(words))
 
         strategy.run(on_replica, args=batch)
 

@@ -239,11 +239,17 @@ def parts(strategy: Any, variable: Any) -> Sequence[Any]:
 
 
 def gathered(strategy: Any, variable: Any) -> Any:
-    """The parts of a variable on all machines, one after the other. Outside of functions."""
+    """The indices that are in a variable on all machines. Outside of functions."""
     if not has_several_workers(strategy):
         return tf.concat([part.read_value() for part in parts(strategy, variable)], 0)
-    gather = tf.function(lambda: strategy.gather(run(strategy, lambda: local(variable)), axis=0))
-    return gather()
+
+    def gather() -> Any:
+        # TensorFlow 2.21 crashes where it gathers from many who all have nothing.
+        own = run(strategy, lambda: tf.concat([[-1], local(variable)], 0))
+        return strategy.gather(own, axis=0)
+
+    indices = tf.function(gather, autograph=False)()
+    return tf.boolean_mask(indices, indices >= 0)
 
 
 def apply_gradients(optimizer: Any, gradients: List[Any], variables: List[Any]) -> None:
