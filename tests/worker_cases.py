@@ -310,6 +310,31 @@ def accumulator(strategy):
     return [table.numpy(), kernel.numpy()]
 
 
+@case
+def rows_of_which_nobody_has_any(strategy):
+    """Examples without words: TensorFlow crashes where workers exchange no rows at all."""
+    words, y = np.zeros([8, 0], "int64"), np.ones([8, 1])
+    with scope_of(strategy):
+        table, bias = tf.Variable(tf.ones([5, 1], y.dtype)), tf.Variable(tf.zeros([1], y.dtype))
+        optimizer = keras.optimizers.SGD(0.5)
+    if strategy is None:
+        bias.assign_sub(0.5 * tf.reduce_mean(-2.0 * y, 0))
+        return [table.numpy(), bias.numpy()]
+    accumulator = macrobatch.GradientAccumulator(optimizer, [table, bias])
+
+    def on_replica(words, y):
+        with tf.GradientTape() as tape:
+            outputs = tf.reduce_sum(tf.gather(table, words), 1) + bias
+            loss = tf.math.divide_no_nan(tf.reduce_sum((outputs - y) ** 2), len(words))
+        gradients = tape.gradient(loss, [table, bias])
+        assert isinstance(gradients[0], tf.IndexedSlices)
+        accumulator.add(gradients, weight=len(words))
+
+    tf.function(strategy.run)(on_replica, args=distributed(strategy, (words, y)))
+    accumulator.apply()
+    return [table.numpy(), bias.numpy()]
+
+
 def files(strategy, folder):
     """What is there after a fit in which each worker has a folder of its own to write to."""
     x, y = examples(8)

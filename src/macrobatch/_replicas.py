@@ -92,9 +92,26 @@ def total(values: List[Any]) -> List[Any]:
     # A strategy packs what it is given at one time into few large messages, of one dtype each.
     for dtype in sorted({value.dtype.name for value in values}):
         indices = [i for i, value in enumerate(values) if value.dtype.name == dtype]
-        same = [values[i] for i in indices]
+        same = [_with_a_row(values[i]) for i in indices]
         sums.update(zip(indices, context.all_reduce(tf.distribute.ReduceOp.SUM, same)))
-    return [sums[i] for i in range(len(values))]
+    return [_without_it(sums[i]) for i in range(len(values))]
+
+
+def _with_a_row(value: Any) -> Any:
+    """Rows of a table, and one that is none: TensorFlow 2.21 crashes where nobody has any."""
+    if not isinstance(value, tf.IndexedSlices):
+        return value
+    none = tf.zeros(tf.concat([[1], tf.shape(value.values)[1:]], 0), value.dtype)
+    indices = tf.concat([value.indices, tf.constant([-1], value.indices.dtype)], 0)
+    return tf.IndexedSlices(tf.concat([value.values, none], 0), indices, value.dense_shape)
+
+
+def _without_it(value: Any) -> Any:
+    if not isinstance(value, tf.IndexedSlices):
+        return value
+    there = value.indices >= 0
+    values, indices = tf.boolean_mask(value.values, there), tf.boolean_mask(value.indices, there)
+    return tf.IndexedSlices(values, indices, value.dense_shape)
 
 
 def total_counts(counts: List[Any]) -> List[Any]:
