@@ -20,7 +20,8 @@ def run(mode, x, table, size, signature=None):
 
     def whole(x):
         examples = _split.examples_in(x)
-        return _loop.sum_over_micro_batches(step, x, examples, size, tf.constant(0))
+        micro_batches = _split.MicroBatches(x, examples, size)
+        return _loop.sum_over_micro_batches(step, micro_batches, tf.constant(0))
 
     if mode == "eager":
         return whole(x)
@@ -56,7 +57,8 @@ def test_ragged_and_sparse_values_of_all_micro_batches(mode):
         return _loop.Part([], state, aux=[micro_batch, nested, tf.sparse.from_dense(dense)])
 
     def whole(x):
-        return _loop.sum_over_micro_batches(step, x, _split.examples_in(x), 2, ()).aux
+        micro_batches = _split.MicroBatches(x, _split.examples_in(x), 2)
+        return _loop.sum_over_micro_batches(step, micro_batches, ()).aux
 
     x = tf.ragged.constant([[1], [2, 3], [], [4, 5, 6], [7]])
     ragged, nested, sparse = (whole if mode == "eager" else tf.function(whole))(x)
@@ -74,7 +76,8 @@ def test_the_step_is_traced_once():
             traces.append(micro_batch.shape)
             return _loop.Part([tf.reduce_sum(micro_batch, 0)], state)
 
-        return _loop.sum_over_micro_batches(step, x, _split.examples_in(x), 3, ())
+        micro_batches = _split.MicroBatches(x, _split.examples_in(x), 3)
+        return _loop.sum_over_micro_batches(step, micro_batches, ())
 
     np.testing.assert_allclose(whole(tf.ones([7, 2]))[0][0], [7, 7])
     assert len(traces) == 1

@@ -8,10 +8,10 @@ from macrobatch import _split
 
 
 def pieces(batch, size):
-    examples = _split.examples_in(batch)
-    for run in _split.runs(examples, size):
+    micro_batches = _split.MicroBatches(batch, _split.examples_in(batch), size)
+    for run in micro_batches.runs:
         for index in range(int(run.count)):
-            yield _split.micro_batch(batch, run, index)
+            yield micro_batches.get(run, index)
 
 
 def batch_of(examples):
@@ -51,12 +51,13 @@ def test_micro_batches_in_a_graph(compiled, known, examples):
     def totals(x):
         assert _split.in_xla() == compiled
         found = tf.zeros([2])
-        for run in _split.runs(_split.examples_in(x), 3):
+        micro_batches = _split.MicroBatches(x, _split.examples_in(x), 3)
+        for run in micro_batches.runs:
             found = tf.while_loop(
                 lambda index, _, run=run: index < run.count,
                 lambda index, found, run=run: (
                     index + 1,
-                    found + tf.reduce_sum(_split.micro_batch(x, run, index), 0),
+                    found + tf.reduce_sum(micro_batches.get(run, index), 0),
                 ),
                 (tf.constant(0), found),
             )[1]

@@ -1,10 +1,20 @@
 """value_and_gradients: the loss and the gradients of a whole batch, for loops of your own."""
 
-from typing import Any, Callable, NamedTuple, Tuple
+from typing import Any, Callable, NamedTuple, Optional, Tuple
 
 import tensorflow as tf
 
-from macrobatch import _checks, _loop, _replicas, _split, _stateless, _sums
+from macrobatch import (
+    _checks,
+    _length_checks,
+    _lengths,
+    _loop,
+    _padding,
+    _replicas,
+    _split,
+    _stateless,
+    _sums,
+)
 
 
 def value_and_gradients(
@@ -12,7 +22,10 @@ def value_and_gradients(
     variables: Any,
     batch: Any,
     *,
-    micro_batch_size: int,
+    micro_batch_size: Optional[int] = None,
+    micro_batch_tokens: Optional[int] = None,
+    sequence_axis: Optional[int] = None,
+    lengths: Optional[Callable[[Any], Any]] = None,
     has_aux: bool = False,
 ) -> Tuple[Any, Any]:
     """The loss of a whole batch and its gradients, in the memory of a micro-batch.
@@ -44,8 +57,19 @@ def value_and_gradients(
         batch: a nest of tensors with the examples first. Ragged and sparse tensors may be in it.
         micro_batch_size: how many examples are in memory at one time. The batch need not be a
             multiple of it.
+        micro_batch_tokens: in place of it, what the number of examples times the longest of them
+            may be: few long ones, many short ones, and at least one. Needs `sequence_axis`.
+        sequence_axis: the axis along which sequences are padded, 1 for tokens of shape (examples,
+            positions). Micro-batches are then made of examples of similar length, and everything
+            in them that has that axis is cut to their longest: the same result, for less work. An
+            example ends where the last integer that is not 0 is, or the row of a ragged tensor.
+            Refused if the loss depends on padding, which is tried once.
+        lengths: a function of a batch that returns the length of each example, for batches that
+            do not show it.
         has_aux: whether `loss_fn` returns `(one of the above, aux)`. `aux`, any nest, comes back
             for the whole batch: tensors concatenated along their first dimension, scalars stacked.
+            With `sequence_axis` values for each example are in the order of the batch, and with
+            zeros where positions were cut off.
 
     Returns:
         `(loss, gradients)`, or `((loss, aux), gradients)`. The gradients have the structure of
@@ -75,10 +99,12 @@ def value_and_gradients(
     ...     return loss
     >>> loss = train_step((tf.ones([100, 3]), tf.ones([100, 1])))
     """
-    micro_batch_size = _checks.micro_batch_size(micro_batch_size)
+    cut = _lengths.Cut(
+        *_length_checks.sizes(micro_batch_size, micro_batch_tokens, sequence_axis, lengths)
+    )
     conversion = _stateless.conversion()
     return _value_and_gradients(
-        _checks.loss_fn(loss_fn), variables, batch, micro_batch_size, has_aux, conversion
+        _checks.loss_fn(loss_fn), variables, batch, cut, has_aux, conversion
     )
 
 
@@ -88,7 +114,7 @@ def _value_and_gradients(
     loss_fn: Callable[[Any], Any],
     variables: Any,
     batch: Any,
-    micro_batch_size: int,
+    cut: _lengths.Cut,
     has_aux: bool,
     conversion: Any,
 ) -> Tuple[Any, Any]:
@@ -100,16 +126,30 @@ def _value_and_gradients(
     several = _replicas.in_several()
     _replicas.check_scope(_replicas.strategy_of(trained))
     examples = _split.examples_in(batch, may_be_empty=several)
-    loss_fn = _stateless.converted(loss_fn, conversion)
+    jit_compile = cut.axis is not None and _is_compiled(loss_fn)
+    micro_batches = cut.apply(batch, examples, inputs=batch, rounded=jit_compile)
+    user_fn, loss_fn = loss_fn, _stateless.converted(loss_fn, conversion)
     function = _stateless.Function(loss_fn, tf.nest.flatten(variables))
     if several or not tf.executing_eagerly():  # Replicas must agree on what they write.
-        function.dry_run(_split.first_micro_batch(batch, _split.runs(examples, micro_batch_size)))
+        _dry_run(function, micro_batches)
+
+    def mean_of(micro_batch: Any, written: _stateless.State) -> Any:
+        result, written = function(micro_batch, written)
+        result, aux = _checks.with_aux(result) if has_aux else (result, ())
+        return _mean(result, _split.size_of(micro_batch)), aux, written
+
+    def outcome(micro_batch: Any) -> Any:
+        before = function.written.start()
+        mean, _, after = mean_of(micro_batch, before)
+        drawn = _stateless.differ(*map(function.written.seeds, (before, after)))
+        return {"loss": [mean.numerator, mean.denominator]}, drawn
+
+    if isinstance(micro_batches, _lengths.ByLength):
+        _padding.check_once(user_fn, micro_batches, outcome)
 
     def step(micro_batch: Any, state: _State) -> _loop.Part:
         with tf.GradientTape() as tape, tf.GradientTape() as tape_of_weights:
-            result, written = function(micro_batch, state.written)
-            result, aux = _checks.with_aux(result) if has_aux else (result, ())
-            mean = _mean(result, _split.size_of(micro_batch))
+            mean, aux, written = mean_of(micro_batch, state.written)
             scale = tf.stop_gradient(mean.scale(examples))
             scale = tf.where(state.scale > 0, state.scale, scale)
             numerator = mean.numerator / tf.cast(scale, mean.numerator.dtype)
@@ -126,7 +166,7 @@ def _value_and_gradients(
 
     start = _State(tf.zeros([]), function.written.start())
     (numerator, denominator, *sums), state, _, aux = _loop.sum_over_micro_batches(
-        step, batch, examples, micro_batch_size, start, function.written.synchronized
+        step, micro_batches, start, function.written.synchronized, jit_compile
     )
     scale = tf.cast(state.scale, denominator.dtype)
     whole = _replicas.total([numerator * scale, denominator * scale])
@@ -141,6 +181,23 @@ def _value_and_gradients(
         function.written.write(state.written)
     gradients = tf.nest.pack_sequence_as(variables, gradients)
     return ((loss, aux) if has_aux else loss), gradients
+
+
+def _is_compiled(function: Any) -> bool:
+    # Private, and the only place where a tf.function tells; tests/test_lengths.py notices.
+    return bool(getattr(function, "_jit_compile", False))
+
+
+def _dry_run(function: _stateless.Function, micro_batches: _split.MicroBatches) -> None:
+    if not isinstance(micro_batches, _lengths.ByLength):
+        function.dry_run(micro_batches.first())
+        return
+    try:
+        function.dry_run(micro_batches.shorter())
+    except Exception as error:
+        function.dry_run(micro_batches.whole())  # raises what has nothing to do with lengths
+        axis = micro_batches.sequences.axis
+        raise ValueError(_length_checks.cannot_be_shorter(axis, error)) from error
 
 
 class _State(NamedTuple):

@@ -9,7 +9,19 @@ from typing import Any, Callable, Dict, List, Optional, TypeVar
 import keras
 import tensorflow as tf
 
-from macrobatch import _checks, _cluster, _loop, _model, _replica_checks, _replicas, _split, _sums
+from macrobatch import (
+    _checks,
+    _cluster,
+    _length_checks,
+    _lengths,
+    _loop,
+    _model,
+    _padding,
+    _replica_checks,
+    _replicas,
+    _split,
+    _sums,
+)
 from macrobatch._losses import Denominators
 
 Model = TypeVar("Model")
@@ -17,8 +29,11 @@ Model = TypeVar("Model")
 
 def accumulate(
     model: Model,
-    micro_batch_size: int,
+    micro_batch_size: Optional[int] = None,
     *,
+    micro_batch_tokens: Optional[int] = None,
+    sequence_axis: Optional[int] = None,
+    lengths: Optional[Callable[[Any, Any, Any], Any]] = None,
     micro_batch_weight: Optional[Callable[[Any, Any, Any], Any]] = None,
 ) -> Model:
     """Makes a Keras model train on whole batches in the memory of micro-batches.
@@ -32,6 +47,16 @@ def accumulate(
         model: a Keras 3 model on the TensorFlow backend, compiled or not. It is changed in place.
         micro_batch_size: how many examples are in memory at one time. Batches need not be a
             multiple of it.
+        micro_batch_tokens: in place of it, what the number of examples times the longest of them
+            may be: few long ones, many short ones, and at least one. Needs `sequence_axis`.
+        sequence_axis: the axis along which sequences are padded, 1 for tokens of shape (examples,
+            positions). Micro-batches are then made of examples of similar length, and everything
+            in them that has that axis is cut to their longest: the same update, for less work. An
+            example ends where the last integer input that is not 0 is, or the last sample weight
+            that is not 0, or the row of a ragged input. Refused if a loss, layer or metric
+            depends on padding, which is tried once.
+        lengths: a function of `x, y, sample_weight` that returns the length of each example, for
+            batches that do not show it.
         micro_batch_weight: a function of `x, y, sample_weight` that returns the weight of a
             micro-batch, for losses that are one scalar per batch and not a mean over examples:
             an overridden `compute_loss`, a loss such as `Dice`, scalars given to `add_loss`. The
@@ -56,15 +81,18 @@ def accumulate(
     >>> int(model.optimizer.iterations)
     2
     """
-    size = _checks.micro_batch_size(micro_batch_size)
+    sizes = _length_checks.sizes(micro_batch_size, micro_batch_tokens, sequence_axis, lengths)
+    cut = _lengths.Cut(*sizes)
     weight = _checks.micro_batch_weight(micro_batch_weight)
     _checks.keras_model(model)
+    if cut.axis is not None:
+        _length_checks.free_lengths(_model.inputs_of(model), cut.axis)
     release(model)
     _replica_checks.parameter_servers(
         isinstance(_model.strategy_of(model), tf.distribute.ParameterServerStrategy)
     )
     _checks.plain_train_step(model)
-    _Accumulation(model, size, weight).install()
+    _Accumulation(model, cut, weight).install()
     return model
 
 
@@ -94,12 +122,16 @@ class _Accumulation:
     """The steps of one model. They are set on the instance, so that its class stays as it is."""
 
     def __init__(
-        self, model: Any, micro_batch_size: int, micro_batch_weight: Optional[Callable[..., Any]]
+        self, model: Any, cut: _lengths.Cut, micro_batch_weight: Optional[Callable[..., Any]]
     ):
         self.model = model
-        self.micro_batch_size = micro_batch_size
+        self.cut = cut
         self.micro_batch_weight = micro_batch_weight
         self.strategy = _model.strategy_of(model)
+        # Whether it is known that nothing depends on padding.
+        self.padding_checked = _replicas.variable(
+            self.strategy, [], tf.int32, "padding_checked", summed=False
+        )
         # The number of examples in the first batch of a fit, and whether it has been looked at.
         self.first_batch = _replicas.variable(
             self.strategy, [], tf.int32, "first_batch", summed=False
@@ -112,8 +144,9 @@ class _Accumulation:
             methods["test_step"] = self.test_step
         elif _replicas.has_several_workers(self.strategy):
             methods["test_step"] = self.own_test_step
-        if self.strategy is not None:
+        if self.strategy is not None or self.cut.axis is not None:
             methods["make_test_function"] = self.make_test_function
+        if self.strategy is not None:
             # Private, and what keeps Keras from fitting batches that replicas do not divide, and
             # from fitting on several workers at all: it takes the mean of the replicas' examples.
             methods["_maybe_symbolic_build"] = self.build
@@ -134,7 +167,7 @@ class _Accumulation:
 
     def train_step(self, data: Any) -> Dict[str, Any]:
         """Makes the update that the whole batch would have made; a replica has a part of it."""
-        function, batch, examples, whole = self._prepare(data, training=True)
+        function, micro_batches, whole = self._prepare(data, training=True)
         scale = self._loss_scale(function)
         with tf.GradientTape() as tape:
             penalty = function.regularization() / _replicas.count()  # this replica's part of it
@@ -148,26 +181,26 @@ class _Accumulation:
             gradients = _loop.gradients_of(tape, scaled, function.weights)
             return _loop.Part(gradients, state, logs)
 
-        sums, state, logs, _ = self._sum(step, function.start(penalty), function, batch, examples)
+        sums, state, logs, _ = self._sum(step, function.start(penalty), function, micro_batches)
         gradients = [_sums.add(*pair) for pair in zip(sums, penalties)]
         with _loop.after((gradients, state, logs)):
-            logs = function.finish(state, logs, examples)
+            logs = function.finish(state, logs, micro_batches.examples)
             self._remember(whole.examples)
             self._update(function.trained, gradients)
         return _replicas.for_reduction(logs)
 
     def test_step(self, data: Any) -> Dict[str, Any]:
         """Reports the loss and the metrics of the whole batch."""
-        function, batch, examples, whole = self._prepare(data, training=False)
+        function, micro_batches, whole = self._prepare(data, training=False)
 
         def step(micro_batch: Any, state: _model.State) -> Any:
             _, state, logs = function(micro_batch, state, whole)
             return _loop.Part([], state, logs)
 
         start = function.start(function.regularization() / _replicas.count())
-        _, state, logs, _ = self._sum(step, start, function, batch, examples)
+        _, state, logs, _ = self._sum(step, start, function, micro_batches)
         with _loop.after((state, logs)):
-            logs = function.finish(state, logs, examples)
+            logs = function.finish(state, logs, micro_batches.examples)
         return _replicas.for_reduction(logs)
 
     def own_test_step(self, data: Any) -> Any:
@@ -175,8 +208,8 @@ class _Accumulation:
         return _replicas.for_reduction(type(self.model).test_step(self.model, data))
 
     def _prepare(self, data: Any, training: bool) -> Any:
-        """The model as a function, the batch of this replica, the number of examples in it, and
-        the denominators of the whole batch.
+        """The model as a function, this replica's micro-batches, and the denominators of the whole
+        batch.
         """
         model = self.model
         self._check_scope()
@@ -184,23 +217,72 @@ class _Accumulation:
         _checks.splittable_layers(_model.layers_of(model))
         batch = _split.to_tensors(keras.utils.unpack_x_y_sample_weight(data))
         examples = _split.examples_in(batch, may_be_empty=_replicas.in_several())
-        runs = _split.runs(examples, self.micro_batch_size)
-        first = _split.first_micro_batch(batch, runs)
-        function = _model.ModelFunction(model, first, training, self.micro_batch_weight)
+        if self.cut.axis is None:
+            micro_batches = self.cut.apply(batch, examples)
+            first = micro_batches.first()
+            function = _model.ModelFunction(model, first, training, self.micro_batch_weight)
+        else:
+            x, _, sample_weight = batch
+            fixed = _model.fixed_inputs(model, x, self.cut.axis)
+            micro_batches = self.cut.apply(
+                batch, examples, x, sample_weight, fixed, rounded=self._compiles_steps()
+            )
+            assert isinstance(micro_batches, _lengths.ByLength)
+            function = self._function_of_sequences(micro_batches, training)
         _checks.no_overwriting_variables(function.trained)
         for message in function.inexact:
             _checks.warn_once(model, message)
-        return function, batch, examples, self._whole(function, batch, examples)
+        return function, micro_batches, self._whole(function, micro_batches)
+
+    def _function_of_sequences(self, micro_batches: _lengths.ByLength, training: bool) -> Any:
+        """The model as a function of micro-batches that are cut shorter, once it is known that
+        they may be.
+        """
+        model = self.model
+
+        def function(like: Any) -> Any:
+            return _model.ModelFunction(
+                model, like, training, self.micro_batch_weight, micro_batches.kept
+            )
+
+        if not _model.is_built(model):
+            try:  # what Keras builds from a length, it takes no other length for
+                function(micro_batches.whole(any_length=True))
+            except Exception:
+                function(micro_batches.whole())
+        try:
+            found = function(micro_batches.shorter())
+        except Exception as error:
+            function(micro_batches.whole())  # raises what has nothing to do with lengths
+            raise ValueError(_length_checks.cannot_be_shorter(self.cut.axis, error)) from error
+        _padding.check(
+            micro_batches,
+            found.outcome,
+            self.padding_checked,
+            coarse=_padding.low_precision(_model.layers_of(model)),
+        )
+        return found
+
+    def _compiles_steps(self) -> bool:
+        """Whether XLA compiles the steps of the loop, not the train step as a whole.
+
+        Shapes inside of what it compiles cannot depend on data, as lengths do.
+        """
+        return self.cut.axis is not None and bool(self.model.jit_compile)
 
     def _sum(
-        self, step: _loop.Step, state: Any, function: Any, batch: Any, examples: Any
+        self, step: _loop.Step, state: Any, function: Any, micro_batches: _split.MicroBatches
     ) -> _loop.Part:
+        synchronized = function.written.synchronized
+        if synchronized:
+            _length_checks.not_synchronized(self.cut.tokens, synchronized)
         return _loop.sum_over_micro_batches(
-            step, batch, examples, self.micro_batch_size, state, function.written.synchronized
+            step, micro_batches, state, synchronized, self._compiles_steps()
         )
 
-    def _whole(self, function: Any, batch: Any, examples: Any) -> Denominators:
+    def _whole(self, function: Any, micro_batches: _split.MicroBatches) -> Denominators:
         """The denominators of the whole batch: the sums of those of its micro-batches."""
+        examples = micro_batches.examples
         if not function.counted:  # Then they are numbers of examples.
             (examples,) = _replicas.total_counts([examples])
             return Denominators(examples, examples, [examples] * function.terms)
@@ -212,7 +294,7 @@ class _Accumulation:
             return _loop.Part(counts, carried)
 
         carried = function.written.start().carried
-        counts = self._sum(count, carried, function, batch, examples).gradients
+        counts = self._sum(count, carried, function, micro_batches).gradients
         examples, weight, *terms = _replicas.total_counts([examples, *counts])
         return Denominators(examples, weight, terms)
 
@@ -229,7 +311,14 @@ class _Accumulation:
         if not variables:
             warnings.warn("The model does not have any trainable weights.", stacklevel=2)
             return
-        _replicas.apply_gradients(self.model.optimizer, gradients, variables)
+
+        def update(gradients: List[Any]) -> None:
+            _replicas.apply_gradients(self.model.optimizer, gradients, variables)
+
+        if self._compiles_steps():
+            tf.function(update, autograph=False, jit_compile=True)(gradients)
+        else:
+            update(gradients)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras', on one of the workers of a cluster."""
@@ -284,7 +373,7 @@ class _Accumulation:
         self.looked_at = False
         model = self.model
         if model.train_function is None or force:
-            type(model).make_train_function(model, force=force)
+            self._make("make_train_function", force)
             model.train_function = self._looking_at_first_batch(model.train_function)
         return model.train_function
 
@@ -295,8 +384,8 @@ class _Accumulation:
                 self.looked_at = True
                 examples = int(_replicas.read(self.first_batch))
                 replicas = 1 if self.strategy is None else self.strategy.num_replicas_in_sync
-                if 0 < examples <= self.micro_batch_size * replicas:
-                    message = _checks.no_accumulation(examples, self.micro_batch_size, replicas)
+                if self.cut.size and 0 < examples <= self.cut.size * replicas:
+                    message = _checks.no_accumulation(examples, self.cut.size, replicas)
                     warnings.warn(message, stacklevel=2)
             return logs
 
@@ -306,10 +395,21 @@ class _Accumulation:
         """As Keras'."""
         model = self.model
         if model.test_function is None or force:
-            type(model).make_test_function(model, force=force)
+            self._make("make_test_function", force)
             function = model.test_function
             model.test_function = lambda iterator: function(self._shared_out(iterator))
         return model.test_function
+
+    def _make(self, name: str, force: bool) -> None:
+        """Lets Keras make a function, which it compiles as a whole unless its steps are."""
+        model = self.model
+        before = model.jit_compile
+        if self._compiles_steps():
+            model.jit_compile = False
+        try:
+            getattr(type(model), name)(model, force=force)
+        finally:
+            model.jit_compile = before
 
     def _shared_out(self, iterator: Any) -> Any:
         """The batches. Those of `train_on_batch` each replica would get whole."""

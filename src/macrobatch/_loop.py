@@ -39,34 +39,37 @@ Step = Callable[[Any, Any], Part]
 
 def sum_over_micro_batches(
     step: Step,
-    batch: Any,
-    examples: Any,
-    micro_batch_size: int,
+    micro_batches: _split.MicroBatches,
     state: Any,
     synchronized: Sequence[str] = (),
+    jit_compile: bool = False,
 ) -> Part:
     """Runs `step` on each micro-batch and sums the gradients that it returns.
 
     Args:
         step: a function of a micro-batch and the state.
-        batch: a nest of tensors with the examples first.
-        examples: their number, from `_split.examples_in(batch)`.
-        micro_batch_size: examples in a micro-batch; the last one may have fewer.
+        micro_batches: the batch, and how it is cut.
         state: before the first micro-batch.
         synchronized: the names of layers in which replicas meet. In a loop of a graph they cannot.
+        jit_compile: whether XLA compiles the step, and not what is around it.
 
     Returns:
         The part of the whole batch.
     """
-    runs = _split.runs(examples, micro_batch_size)
     if synchronized:
+        examples = micro_batches.examples
         _replica_checks.static_batch(examples, synchronized)
         _replicas.compare(examples, lambda all: _replica_checks.even_replicas(all, synchronized))
-    if synchronized or (tf.executing_eagerly() and any(run.count for run in runs)):
-        return _run_one_by_one(step, batch, runs, state)
+    some = any(run.count for run in micro_batches.runs) if tf.executing_eagerly() else False
+    if synchronized or some:
+        return _run_one_by_one(step, micro_batches, state)
+
+    def run_in_graph() -> Part:
+        return _run_in_graph(step, micro_batches, state, jit_compile)
+
     if tf.executing_eagerly():  # A replica without examples: only a trace can tell what is summed.
-        return tf.function(lambda: _run_in_graph(step, batch, runs, state), autograph=False)()
-    return _run_in_graph(step, batch, runs, state)
+        return tf.function(run_in_graph, autograph=False)()
+    return run_in_graph()
 
 
 def gradients_of(tape: tf.GradientTape, loss: Any, variables: List[Any]) -> List[Any]:
@@ -96,24 +99,29 @@ def _shaped(gradient: Any, shape: tf.TensorShape) -> Any:
     return gradient
 
 
-def _run_one_by_one(step: Step, batch: Any, runs: List[_split.Run], state: Any) -> Part:
+def _run_one_by_one(step: Step, micro_batches: _split.MicroBatches, state: Any) -> Part:
     sums: List[Any] = []
     latest: Any = None
     collected: List[Any] = []
-    for run in runs:
+    lengths: List[Any] = []
+    for run in micro_batches.runs:
         for index in range(int(run.count)):
             with after((sums, state)):  # or in a graph they could be in memory side by side
-                part = step(_split.micro_batch(batch, run, index), state)
+                micro_batch = micro_batches.get(run, index)
+                part = step(micro_batch, state)
             state, latest = part.state, part.latest
             gradients = [_sums.widened(gradient) for gradient in part.gradients]
             sums = [_sums.add(*pair) for pair in zip(sums, gradients)] if sums else gradients
             sums = [_sums.merge_rows(total) for total in sums]
             collected.append(part.aux)
-    aux = tf.nest.map_structure(_joined, *collected)
-    return Part(sums, state, latest, aux)
+            lengths.append(micro_batches.length_of(micro_batch))
+    aux = tf.nest.map_structure(
+        lambda *leaves: _joined(micro_batches.padded(list(leaves), lengths)), *collected
+    )
+    return Part(sums, state, latest, micro_batches.in_order(aux))
 
 
-def _joined(*leaves: Any) -> Any:
+def _joined(leaves: List[Any]) -> Any:
     if leaves[0] is None:
         return None
     taken = [_split.pieces(leaf) for leaf in leaves]
@@ -122,7 +130,9 @@ def _joined(*leaves: Any) -> Any:
     return _split.join(taken[0].kind, joined)
 
 
-def _run_in_graph(step: Step, batch: Any, runs: List[_split.Run], state: Any) -> Part:
+def _run_in_graph(
+    step: Step, micro_batches: _split.MicroBatches, state: Any, jit_compile: bool
+) -> Part:
     traces = []
 
     def traced_step(micro_batch: Any, state: Any) -> Any:
@@ -131,15 +141,18 @@ def _run_in_graph(step: Step, batch: Any, runs: List[_split.Run], state: Any) ->
         if _split.in_xla():  # XLA has no tensors of unknown size, so no sparse sums.
             gradients = [_sums.dense(gradient) for gradient in gradients]
         leaves = [leaf for leaf in tf.nest.flatten(part.aux) if leaf is not None]
+        length = micro_batches.length_of(micro_batch)
+        leaves = [micro_batches.padded([leaf], [length])[0] for leaf in leaves]
         aux = [_split.pieces(leaf) for leaf in leaves]
         traces.append(part._replace(gradients=gradients, aux=(part.aux, aux)))
         return gradients, part.state, part.latest, [each.parts for each in aux]
 
     # Tracing the step before the loop tells which gradients are None or sparse, and what shape the
     # rest has; the loop then calls that same trace.
-    traced = tf.function(traced_step, autograph=False)
-    traced.get_concrete_function(_split.first_micro_batch(batch, runs), state)
+    traced = tf.function(traced_step, autograph=False, jit_compile=jit_compile or None)
+    traced.get_concrete_function(micro_batches.first(), state)
     likes, _, latest_like, (aux_like, aux_pieces) = traces[0]
+    runs = micro_batches.runs
     count = sum(run.count for run in runs)
     # Replicas with different numbers of examples must have gradients of the same kinds.
     may_be_dense = not _replicas.in_several()
@@ -148,8 +161,7 @@ def _run_in_graph(step: Step, batch: Any, runs: List[_split.Run], state: Any) ->
 
     def run_all(run: _split.Run, done: Any, sums: Any, state: Any, latest: Any) -> Any:
         def body(index: Any, sums: Any, state: Any, latest: Any, aux: Any) -> Any:
-            micro_batch = _split.micro_batch(batch, run, index)
-            gradients, state, latest, parts = traced(micro_batch, state)
+            gradients, state, latest, parts = traced(micro_batches.get(run, index), state)
             gradients = [g for g in gradients if g is not None]
             sums = [_sums.push(total, g, done + index) for total, g in zip(sums, gradients)]
             aux = tf.nest.map_structure(lambda array, part: array.write(index, part), aux, parts)
@@ -179,7 +191,8 @@ def _run_in_graph(step: Step, batch: Any, runs: List[_split.Run], state: Any) ->
     joined = tf.nest.map_structure(lambda *runs: tf.concat(runs, 0), *collected)
     leaves = iter([_split.join(each.kind, parts) for each, parts in zip(aux_pieces, joined)])
     aux = [None if leaf is None else next(leaves) for leaf in tf.nest.flatten(aux_like)]
-    return Part(sums, state, latest, tf.nest.pack_sequence_as(aux_like, aux))
+    aux = micro_batches.in_order(tf.nest.pack_sequence_as(aux_like, aux))
+    return Part(sums, state, latest, aux)
 
 
 def _array(run: _split.Run, like: Any) -> tf.TensorArray:

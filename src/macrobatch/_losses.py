@@ -10,16 +10,13 @@ so Keras' own losses are called as they are, and all that has to be known about 
 macrobatch knows about the inside of Keras' losses is in this file.
 """
 
-import contextlib
 import functools
-import sys
-import threading
-from typing import Any, Iterator, List, NamedTuple, Optional
+from typing import Any, Callable, List, NamedTuple, Optional
 
 import keras
 import tensorflow as tf
 
-from macrobatch import _checks, _split
+from macrobatch import _checks, _patch, _split
 
 # The reductions that divide by the number of elements, or of unmasked ones.
 COUNTING = ("sum_over_batch_size", "mean")
@@ -49,7 +46,21 @@ class Terms:
         scalars: the names of losses that return one scalar for the batch.
     """
 
-    def __init__(self, compiled: Any, part: Denominators, whole: Optional[Denominators] = None):
+    def __init__(
+        self,
+        compiled: Any,
+        part: Denominators,
+        whole: Optional[Denominators] = None,
+        kept: Optional[Callable[[Any], Any]] = None,
+    ):
+        """Takes a loss apart.
+
+        Args:
+            compiled: Keras' compiled loss.
+            part: the denominators of the micro-batch that do not depend on the loss.
+            whole: the denominators of the whole batch; if None, those of the micro-batch.
+            kept: what part of the values of a loss there is, where sequences are cut shorter.
+        """
         # Keras does the paths, structures and loss weights, over terms of ours.
         self._compiled = _shallow_copy(compiled)
         self._compiled._flat_losses = [
@@ -57,7 +68,7 @@ class Terms:
             for entry in compiled._flat_losses
         ]
         self._compiled._metrics = [_Tracked() for _ in compiled.metrics]
-        self._whole = whole
+        self._whole, self._kept = whole, kept
         self._unreported: List[Any] = []
         self._vectors: List[bool] = []
         self.part = part._replace(terms=[])
@@ -104,7 +115,7 @@ class Terms:
             fraction = share(denominator, whole.terms[index], value.dtype, padding)
             trained = reported = fraction * self._checked(value, values)
         elif is_vector:
-            mean = tf.reduce_mean(value)
+            mean = tf.reduce_mean(value) * self._kept_of(value)
             reported = share(self.part.examples, whole.examples, value.dtype) * mean
         loss_weight = 1.0 if entry.loss_weights is None else entry.loss_weights
         self._unreported.append((trained - reported) * loss_weight)
@@ -130,13 +141,19 @@ class Terms:
         if reduction in COUNTING:
             sample_weight = None  # they divide by a number of elements, not by weights
         if sample_weight is None and not masks:
-            return self.part.examples
+            kept = self._kept_of(values)
+            if isinstance(kept, float):
+                return self.part.examples
+            return tf.cast(self.part.examples, kept.dtype) * kept
         self.counted = True
         # Keras multiplies masks and weights before it broadcasts them to the shape of the losses.
         factors = [*masks, *([] if sample_weight is None else [sample_weight])]
         return tf.reduce_sum(
             functools.reduce(_multiply, [tf.cast(f, entry.loss.dtype) for f in factors])
         )
+
+    def _kept_of(self, values: Any) -> Any:
+        return 1.0 if self._kept is None else self._kept(values)
 
     def _checked(self, value: Any, values: Any) -> Any:
         """The value of a mean, once its values are known to be as many as there are examples."""
@@ -188,32 +205,15 @@ def layers_adding_scalars(layers: List[Any], examples: Any) -> List[str]:
     ]
 
 
-_undivided = threading.local()
-
-
-@contextlib.contextmanager
-def undivided() -> Iterator[None]:
-    """Lets means be means on replicas too, where Keras divides each by the number of replicas.
-
-    There the sum of such means is the mean of means. Here each has a share of its own.
-    """
-    # Whether a loss is divided depends on its reduction, and of what an overridden compute_loss
-    # returns nobody knows. All of Keras divides with this function, which has no public name.
-    module: Any = sys.modules[keras.losses.Loss.__module__]
-    divide = module.scale_loss_for_distribution
-    if not hasattr(divide, "__wrapped__"):
-
-        @functools.wraps(divide)
-        def divide_if_wanted(value: Any) -> Any:
-            return value if getattr(_undivided, "entered", False) else divide(value)
-
-        module.scale_loss_for_distribution = divide_if_wanted
-    before = getattr(_undivided, "entered", False)
-    _undivided.entered = True
-    try:
-        yield
-    finally:
-        _undivided.entered = before
+# Lets means be means on replicas too, where Keras divides each by the number of replicas, so that
+# their sum is the mean of means; here each has a share of its own. Whether a loss is divided
+# depends on its reduction, and of what an overridden compute_loss returns nobody knows. All of
+# Keras divides with this function.
+undivided = _patch.Patch(
+    keras.losses.Loss.__module__,
+    "scale_loss_for_distribution",
+    lambda divide, entered, value: value,
+)
 
 
 @functools.lru_cache(maxsize=None)

@@ -3,12 +3,13 @@ values. No variable is written, and only the trained ones are read. What macroba
 inside of keras.Model is here.
 """
 
+import functools
 from typing import Any, Callable, Iterable, List, NamedTuple, Optional
 
 import keras
 import tensorflow as tf
 
-from macrobatch import _batch_norm, _checks, _losses, _replicas, _split, _stateless
+from macrobatch import _batch_norm, _checks, _losses, _padding, _replicas, _split, _stateless
 from macrobatch._losses import Denominators
 from macrobatch._stateless import Scope
 
@@ -42,14 +43,23 @@ class ModelFunction:
         micro_batch: Any,
         training: bool,
         micro_batch_weight: Optional[Callable[..., Any]],
+        kept: Optional[Callable[[Any, Any], Any]] = None,
     ):
         """Makes a dry run on a micro-batch to see what the model does.
 
         In a graph, it is traced into a graph that is thrown away. It also builds whatever is not
         built yet: the model, its losses, its metrics.
+
+        Args:
+            model: the model.
+            micro_batch: a micro-batch; in a graph, its types and shapes are enough.
+            training: whether the model is trained, or tested.
+            micro_batch_weight: a function that gives the weight of a micro-batch, for scalars.
+            kept: where sequences are cut, a function of a micro-batch and values that came of it:
+                what part of them there is.
         """
         self.model, self.training = model, training
-        self.micro_batch_weight = micro_batch_weight
+        self.micro_batch_weight, self._kept = micro_batch_weight, kept
         self.overridden = overrides(model, "compute_loss")
         if not all(layer.built for layer in layers_of(model)):
             with Scope(), keras.SymbolicScope(), _batch_norm.recorded(alone=True):
@@ -70,7 +80,7 @@ class ModelFunction:
         self.tracked = terms.tracked if terms else []
         self.counted = micro_batch_weight is not None or bool(terms and terms.counted)
         explained = [v for layer in written.decaying for v in layer.non_trainable_variables]
-        explained += [v for v in written.carried if v.name == "seed_generator_state"]
+        explained += [v for v in written.carried if _stateless.is_seed(v)]
         unexplained = _stateless.without(written.carried, [*model.metrics_variables, *explained])
         self.inexact = _checks.inexact(
             normalizing=[layer.name for layer in written.normalizing],
@@ -148,9 +158,34 @@ class ModelFunction:
                     for before, now in zip(terms, loss.terms.reported)
                 ]
             self._update_trackers(total, terms, whole.examples)
-            logs = self.model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+            with _padding.over_whole_sequences(self._kept_of(micro_batch)):
+                logs = self.model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         state = State(total, terms, self.written.after(state.written, scope, calls_of))
         return loss.trained, state, tf.nest.map_structure(tf.convert_to_tensor, logs)
+
+    @_losses.undivided()
+    def outcome(self, micro_batch: Any) -> Any:
+        """What a micro-batch comes to, by name, and whether random numbers were drawn for it."""
+        x, y, sample_weight = micro_batch
+        part = self.part(micro_batch)
+        with self._scope() as scope:
+            y_pred = self._forward(micro_batch)
+            # Over 1, shares are sums.
+            loss = self._loss(micro_batch, y_pred, part, Denominators(1, 1, [1] * self.terms))
+            with _padding.over_whole_sequences(self._kept_of(micro_batch)):
+                self.model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+        values = [loss.trained, part.weight]
+        if loss.terms:
+            values += [*loss.terms.reported, *(d for d in loss.terms.part.terms if d is not None)]
+        found = {"loss": [tf.cast(value, keras.config.floatx()) for value in values]}
+        metrics = list(self.model.metrics_variables)
+        for variable, value in zip(metrics, scope.values_of(metrics)):
+            # Not its result: what is wrong by a factor would go unnoticed there.
+            found.setdefault(variable.path.split("/")[0], []).append(value)
+        before = self.written.start()
+        after = before._replace(carried=scope.values_of(self.written.carried))
+        drawn = _stateless.differ(self.written.seeds(before), self.written.seeds(after))
+        return found, drawn
 
     def finish(self, state: State, logs: Any, examples: Any) -> Any:
         """Writes the state after the last micro-batch to the variables.
@@ -189,6 +224,10 @@ class ModelFunction:
             scope.state_mapping[id(variable)] = weight
         return scope
 
+    def _kept_of(self, micro_batch: Any) -> Any:
+        """What part of some values of a micro-batch there is, as a function; None if all are."""
+        return None if self._kept is None else functools.partial(self._kept, micro_batch)
+
     def _forward(self, micro_batch: Any) -> Any:
         x, model = micro_batch[0], self.model
         return model(x, training=self.training) if model._call_has_training_arg else model(x)
@@ -208,7 +247,7 @@ class ModelFunction:
         if model._compile_loss is not None:
             if not model._compile_loss.built:
                 model._compile_loss(y, y_pred)
-            terms = _losses.Terms(model._compile_loss, part, whole)
+            terms = _losses.Terms(model._compile_loss, part, whole, self._kept_of(micro_batch))
             losses = [loss for loss in [terms(y, y_pred, sample_weight)] if loss is not None]
         losses += _losses.added_losses(layers_of(model), part, of_all)
         if not losses and not any(v.regularizer for v in model.trainable_weights):
@@ -268,6 +307,27 @@ def overrides(model: Any, method: str) -> bool:
 def layers_of(model: Any) -> List[Any]:
     """The model and all layers in it."""
     return list(model._flatten_layers())
+
+
+def inputs_of(model: Any) -> List[Any]:
+    """The inputs that a model declares, if it does: a functional one, or one that is built."""
+    return getattr(model, "inputs", None) or []
+
+
+def fixed_inputs(model: Any, x: Any, axis: int) -> List[Any]:
+    """What of `x` has a size along an axis that the model declares: no sequences, then."""
+    declared = inputs_of(model)
+    names = [tensor.name for tensor in declared]
+    leaves = tf.nest.flatten(x)
+    if isinstance(x, dict) and set(names) <= set(x):
+        leaves = [x[name] for name in names]
+    if len(leaves) != len(declared):
+        return []
+    return [
+        leaf
+        for tensor, leaf in zip(declared, leaves)
+        if len(tensor.shape) > axis and tensor.shape[axis] is not None
+    ]
 
 
 def strategy_of(model: Any) -> Any:

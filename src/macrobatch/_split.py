@@ -110,32 +110,54 @@ def runs(examples: Any, micro_batch_size: int) -> List[Run]:
     return [Run(0, micro_batch_size, count, static=False)]
 
 
-def micro_batch(batch: Any, run: Run, index: Any) -> Any:
-    """The micro-batch of a run with that index."""
-    start = run.start + index * run.size
+class MicroBatches:
+    """A batch and how it is cut: into micro-batches of one size, in the order of the batch.
 
-    def cut(leaf: Any) -> Any:
-        if leaf is None:
-            return None
-        if isinstance(leaf, tf.RaggedTensor):
-            return leaf[start : start + run.size]
-        if isinstance(leaf, tf.SparseTensor):
-            return _cut_sparse(leaf, start, run.size)
-        if not run.static:
-            return leaf[start : start + run.size]
-        rest = [size if size is not None else tf.shape(leaf)[i] for i, size in _rest(leaf)]
-        return tf.slice(leaf, [start] + [0] * len(rest), [run.size, *rest])
+    Attributes:
+        batch: a nest of tensors with the examples first.
+        examples: their number, from `examples_in`.
+        runs: of micro-batches, one after the other.
+    """
 
-    return tf.nest.map_structure(cut, batch)
+    def __init__(self, batch: Any, examples: Any, size: int):
+        self.batch, self.examples = batch, examples
+        self.runs = runs(examples, size)
 
+    def get(self, run: Run, index: Any) -> Any:
+        """The micro-batch of a run with that index."""
+        start = run.start + index * run.size
 
-def first_micro_batch(batch: Any, runs: List[Run]) -> Any:
-    """The first micro-batch, with as little known of its shape as of those in the loop."""
-    index = 0
-    if not runs[0].static and not tf.executing_eagerly():
-        # Slices at a constant index have a constant size, others have not.
-        index = tf.compat.v1.placeholder_with_default(0, [])
-    return micro_batch(batch, runs[0], index)
+        def cut(leaf: Any) -> Any:
+            if leaf is None:
+                return None
+            if isinstance(leaf, tf.SparseTensor):
+                return cut_sparse(leaf, start, run.size)
+            if isinstance(leaf, tf.RaggedTensor) or not run.static:
+                return leaf[start : start + run.size]
+            rest = [size if size is not None else tf.shape(leaf)[i] for i, size in _rest(leaf)]
+            return tf.slice(leaf, [start] + [0] * len(rest), [run.size, *rest])
+
+        return tf.nest.map_structure(cut, self.batch)
+
+    def first(self) -> Any:
+        """The first micro-batch, with as little known of its shape as of those in the loop."""
+        index = 0
+        if not self.runs[0].static and not tf.executing_eagerly():
+            # Slices at a constant index have a constant size, others have not.
+            index = tf.compat.v1.placeholder_with_default(0, [])
+        return self.get(self.runs[0], index)
+
+    def length_of(self, micro_batch: Any) -> Any:
+        """The length to which the sequences of a micro-batch are cut, if they are."""
+        return None
+
+    def padded(self, leaves: List[Any], lengths: List[Any]) -> List[Any]:
+        """What came of micro-batches of these lengths, in shapes that can be joined."""
+        return leaves
+
+    def in_order(self, values: Any) -> Any:
+        """What came of all micro-batches, joined, in the order of the batch."""
+        return values
 
 
 def asserted(values: Any, actual: Any, expected: Any, message: str) -> Any:
@@ -182,7 +204,8 @@ def _rest(leaf: Any) -> Any:
     return list(enumerate(leaf.shape.as_list()))[1:]
 
 
-def _cut_sparse(tensor: tf.SparseTensor, start: Any, size: Any) -> tf.SparseTensor:
+def cut_sparse(tensor: tf.SparseTensor, start: Any, size: Any) -> tf.SparseTensor:
+    """`size` rows of a sparse tensor."""
     dense_shape = tensor.dense_shape
     begin = tf.concat([[tf.cast(start, tf.int64)], tf.zeros_like(dense_shape[1:])], 0)
     extent = tf.concat([[tf.cast(size, tf.int64)], dense_shape[1:]], 0)

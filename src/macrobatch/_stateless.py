@@ -99,6 +99,11 @@ class Written:
         moments = [_batch_norm.nothing(layer) for layer in self.pooled]
         return State(read(self.carried), moments)
 
+    def seeds(self, state: State) -> List[Any]:
+        """The values in a state that random numbers are drawn from."""
+        carried = zip(self.carried, state.carried)
+        return [value for variable, value in carried if is_seed(variable)]
+
     def scope(self, state: State) -> Scope:
         """A scope in which the carried variables have these values."""
         return Scope(zip(self.carried, state.carried))
@@ -209,6 +214,12 @@ def read(variables: Iterable[Any]) -> List[Any]:
     return [tf.convert_to_tensor(variable.value) for variable in variables]
 
 
+def differ(before: List[Any], after: List[Any]) -> Any:
+    """Whether any of some values has changed, as a scalar tensor."""
+    changed = [tf.reduce_any(tf.not_equal(*pair)) for pair in zip(before, after)]
+    return tf.reduce_any(tf.stack([tf.constant(len(after) > len(before)), *changed]))
+
+
 def shared(variables: List[Any], values: List[Any], whole: bool = False) -> List[Any]:
     """The values that variables get when each replica has come to its own.
 
@@ -234,6 +245,11 @@ def shared(variables: List[Any], values: List[Any], whole: bool = False) -> List
         "integer": iter(_replicas.largest(of_kind.get("integer", []))),
     }
     return [next(results[kind]) for kind in kinds]
+
+
+def is_seed(variable: Any) -> bool:
+    """Whether a variable is what random numbers are drawn from."""
+    return bool(variable.name == "seed_generator_state")
 
 
 def without(variables: Iterable[Any], others: Iterable[Any]) -> List[Any]:

@@ -1,0 +1,402 @@
+"""Batches of sequences: micro-batches of examples of similar length, each cut to its own longest.
+
+Order inside a batch is free, and padding that nothing depends on need not be computed:
+
+    order  = the examples, longest first
+    starts = 0, size, 2 * size, ...   where size may depend on the longest that is left
+    k-th micro-batch = batch[order[starts[k] : starts[k + 1]], : the longest of them]
+
+Whether nothing does depend on it is found out in _padding.
+"""
+
+from typing import Any, Callable, Iterable, List, NamedTuple, Optional, Sequence
+
+import tensorflow as tf
+
+from macrobatch import _length_checks, _split
+
+# XLA compiles for each shape, so lengths are rounded up to one of these: by a fifth on average.
+BUCKETS = [size for power in range(3, 30) for size in (2**power, 3 * 2 ** (power - 1))]
+
+
+class Cut(NamedTuple):
+    """How batches are to be cut. One of `size` and `tokens` is given.
+
+    Attributes:
+        size: examples in a micro-batch.
+        tokens: what examples times longest may be in a micro-batch.
+        axis: along which sequences lie, if micro-batches are made by length.
+        lengths: a function that gives the lengths of examples, in place of what they contain.
+    """
+
+    size: Optional[int]
+    tokens: Optional[int] = None
+    axis: Optional[int] = None
+    lengths: Optional[Callable[..., Any]] = None
+
+    def apply(
+        self,
+        batch: Any,
+        examples: Any,
+        inputs: Any = None,
+        weights: Any = None,
+        fixed: Sequence[Any] = (),
+        rounded: bool = False,
+    ) -> _split.MicroBatches:
+        """Cuts a batch.
+
+        Args:
+            batch: a nest of tensors with the examples first.
+            examples: their number.
+            inputs: what of the batch says, by what is not 0, how long examples are.
+            weights: what of the batch says so too, but need not be integers.
+            fixed: tensors of the batch that are not to be cut along the axis.
+            rounded: whether there may be few different shapes only.
+        """
+        if self.axis is None:
+            assert self.size is not None
+            return _split.MicroBatches(batch, examples, self.size)
+        _length_checks.outside_of_xla(_split.in_xla())
+        sequences = Sequences(self.axis, batch, inputs, weights, fixed)
+        if self.lengths is None:
+            lengths = sequences.lengths()
+        else:
+            arguments = (batch,) if weights is None else batch
+            lengths = _given_lengths(self.lengths(*arguments), examples)
+        return ByLength(batch, examples, sequences, lengths, self, rounded)
+
+
+class Sequences:
+    """What of a batch are sequences along an axis, padded or ragged.
+
+    A tensor is one if it is as large along that axis as an integer input is, or, where there is
+    none, a sample weight, or any input.
+
+    Attributes:
+        axis: the axis.
+        size: the size of the sequences along it: an int where it is known, else a scalar tensor.
+        same_size: whether they all have that size.
+    """
+
+    def __init__(self, axis: int, batch: Any, inputs: Any, weights: Any, fixed: Sequence[Any]):
+        self.axis = axis
+
+        def along_axis(nest: Any) -> List[Any]:
+            leaves = [leaf for leaf in tf.nest.flatten(nest) if leaf is not None]
+            leaves = [leaf for leaf in leaves if not _is_among(leaf, fixed)]
+            return [leaf for leaf in leaves if len(leaf.shape) > axis]
+
+        found = along_axis(inputs)
+        self._ragged = [leaf for leaf in found if isinstance(leaf, tf.RaggedTensor)]
+        dense = [leaf for leaf in found if isinstance(leaf, tf.Tensor)]
+        self._integers = [leaf for leaf in dense if leaf.dtype.is_integer]
+        self._weights = [leaf for leaf in along_axis(weights) if isinstance(leaf, tf.Tensor)]
+        known = self._integers or self._weights or dense
+        _length_checks.has_sequences([*known, *self._ragged], axis, batch)
+        sizes = [size_along(axis, leaf) for leaf in known]
+        if all(isinstance(size, int) for size in sizes):
+            self.size = max(sizes, default=1)
+            self.same_size = len(set(sizes)) <= 1
+        else:
+            self.size = tf.reduce_max(tf.stack(sizes))
+            self.same_size = tf.reduce_all(tf.equal(tf.stack(sizes), self.size))
+
+        def shares(leaf: Any) -> Any:
+            if _is_among(leaf, known):
+                return True
+            return self._has_one_of(sizes, leaf) if _is_among(leaf, cuttable) else False
+
+        cuttable = along_axis(batch)
+        self.shares = [shares(leaf) for leaf in tf.nest.flatten(batch)]
+        self._weights = [leaf for leaf in self._weights if shares(leaf) is not False]
+
+    def _has_one_of(self, sizes: List[Any], leaf: Any) -> Any:
+        """Whether a tensor is as large as a sequence along the axis, as far as can be known."""
+        if not isinstance(leaf, tf.Tensor):
+            return isinstance(leaf, tf.SparseTensor) and leaf.shape[self.axis] in sizes
+        size = size_along(self.axis, leaf)
+        if isinstance(size, int):
+            # A size that is known although that of sequences is not, is not that size.
+            return any(isinstance(each, int) and each == size for each in sizes)
+        return tf.reduce_any([tf.equal(size, each) for each in sizes]) if sizes else False
+
+    def lengths(self) -> Any:
+        """For each example, the last position where anything is not 0."""
+        _length_checks.has_lengths([*self._integers, *self._weights, *self._ragged], self.axis)
+        found = [_last_position(self.axis, leaf) for leaf in (*self._integers, *self._weights)]
+        for leaf in self._ragged:
+            found.append(_row_lengths(self.axis, leaf))
+        return tf.reduce_max(tf.stack(found), 0)
+
+    def cut(self, leaf: Any, shares: Any, length: Any, exactly: bool) -> Any:
+        """A leaf of some examples, without what is behind that length.
+
+        If `exactly`, and its own size is not known, it is as long in any case.
+        """
+        if shares is False or isinstance(leaf, tf.RaggedTensor):
+            return leaf
+        if isinstance(leaf, tf.SparseTensor):
+            shape = leaf.dense_shape
+            is_axis = tf.equal(tf.range(len(leaf.shape)), self.axis)
+            shape = tf.where(is_axis, tf.minimum(tf.cast(length, shape.dtype), shape), shape)
+            piece = tf.sparse.slice(leaf, tf.zeros_like(shape), shape)
+            known = leaf.shape.as_list()
+            known[self.axis] = None
+            piece.set_shape(known)
+            return piece
+        size = size_along(self.axis, leaf)
+        end = length if shares is True else tf.where(shares, length, size)
+        piece = leaf[(slice(None),) * self.axis + (slice(end),)]
+        if exactly and not isinstance(size, int):
+            piece = _padded(piece, self.axis, tf.maximum(end, size_along(self.axis, piece)))
+        return piece
+
+
+class ByLength(_split.MicroBatches):
+    """A batch that is cut into micro-batches of examples of similar length.
+
+    Attributes, beside those of all micro-batches:
+        sequences: what of the batch is cut along the axis.
+        order: of the examples, longest first.
+        lengths: to which each example is cut if its micro-batch starts with it, in that order.
+        starts: of the micro-batches in that order, and the end.
+    """
+
+    def __init__(
+        self,
+        batch: Any,
+        examples: Any,
+        sequences: Sequences,
+        lengths: Any,
+        cut: Cut,
+        rounded: bool,
+    ):
+        self.batch, self.examples, self.sequences = batch, examples, sequences
+        self._cut, self._rounded = cut, rounded
+        # Numbers on which the sizes of other tensors depend are needed on the host.
+        with tf.device("CPU:0"):
+            self.order = tf.argsort(lengths, direction="DESCENDING", stable=True)
+            lengths = tf.maximum(tf.gather(lengths, self.order), 1)
+            if rounded:
+                buckets = tf.constant(BUCKETS)
+                lengths = tf.gather(buckets, tf.searchsorted(buckets, lengths))
+            if isinstance(sequences.size, int) or not rounded:
+                lengths = tf.minimum(lengths, tf.maximum(sequences.size, 1))
+            # One more, since a replica without examples asks for a first micro-batch too.
+            self.lengths = tf.concat([lengths, [1]], 0)
+            starts, count = self._starts()
+            self.starts = tf.concat([starts, [examples, examples]], 0)
+        self.runs = [_split.Run(0, None, count, static=False)]
+        self.batch = tf.nest.map_structure(self._reordered, batch)
+
+    def examples_at(self, length: Any) -> Any:
+        """How many examples make a micro-batch whose longest has this length."""
+        if self._cut.tokens is None:
+            return self._cut.size
+        return tf.maximum(self._cut.tokens // tf.maximum(length, 1), 1)
+
+    def _starts(self) -> Any:
+        """Where micro-batches start, one after the other, and how many there are."""
+        examples, size = self.examples, self._cut.size
+        if size is not None and not self._rounded:
+            starts = tf.range(0, examples, size)
+            return starts, -(-examples // size) if isinstance(examples, int) else tf.size(starts)
+        total = tf.convert_to_tensor(examples)
+
+        def size_at(start: Any) -> Any:
+            size = self.examples_at(self.lengths[start])
+            if not self._rounded:
+                return size
+            # A tail of any size would be another shape: it is cut into powers of two.
+            remaining = total - start
+            power = tf.bitwise.left_shift(1, _log2(remaining))
+            return tf.where(remaining >= size, size, power)
+
+        def body(start: Any, count: Any, starts: Any) -> Any:
+            return start + size_at(start), count + 1, starts.write(count, start)
+
+        starts = tf.TensorArray(tf.int32, 0, dynamic_size=True, element_shape=[])
+        _, count, starts = tf.while_loop(
+            lambda start, *_: start < total, body, (tf.constant(0), tf.constant(0), starts)
+        )
+        return starts.stack(), count
+
+    def _reordered(self, leaf: Any) -> Any:
+        # Rows of a sparse tensor cannot be gathered, so that it is put in order beforehand.
+        if not isinstance(leaf, tf.SparseTensor):
+            return leaf
+        return reordered_rows(leaf, tf.math.invert_permutation(self.order))
+
+    def get(self, run: _split.Run, index: Any) -> Any:
+        start = self.starts[index]
+        return self.taken(start, self.starts[index + 1], self.lengths[start])
+
+    def taken(self, start: Any, end: Any, length: Any) -> Any:
+        """The examples at these places of the order, cut to a length, or not if it is None."""
+        rows = self.order[start:end]
+
+        def take(leaf: Any, shares: Any) -> Any:
+            if leaf is None:
+                return None
+            if isinstance(leaf, tf.SparseTensor):
+                part = _split.cut_sparse(leaf, start, end - start)
+            else:
+                part = tf.gather(leaf, rows)
+            if length is None:
+                return part
+            return self.sequences.cut(part, shares, length, exactly=self._rounded)
+
+        leaves = tf.nest.flatten(self.batch)
+        taken = [take(*pair) for pair in zip(leaves, self.sequences.shares)]
+        return tf.nest.pack_sequence_as(self.batch, taken)
+
+    def whole(self, any_length: bool = False) -> Any:
+        """A micro-batch that is not cut; in a graph, its types and shapes."""
+        return self._like(None if any_length else _known(self.sequences.size))
+
+    def shorter(self) -> Any:
+        """A micro-batch that is cut; in a graph, its types and shapes, with a length if possible.
+
+        TensorFlow notices while it traces what does not fit sequences of that length.
+        """
+        size = _known(self.sequences.size)
+        if tf.executing_eagerly():
+            return self.first()
+        return self._like(None if size is None else max(1, size // 2))
+
+    def _like(self, length: Optional[int]) -> Any:
+        if tf.executing_eagerly():
+            return self.taken(0, 1, None)
+
+        def spec(leaf: Any, shares: Any) -> Any:
+            if not isinstance(leaf, tf.Tensor):
+                return None if leaf is None else tf.type_spec_from_value(leaf)
+            shape = [None, *leaf.shape[1:]]
+            if shares is not False:
+                shape[self.sequences.axis] = length
+            return tf.TensorSpec(shape, leaf.dtype)
+
+        leaves = tf.nest.flatten(self.batch)
+        specs = [spec(*pair) for pair in zip(leaves, self.sequences.shares)]
+        return tf.nest.pack_sequence_as(self.batch, specs)
+
+    def length_of(self, micro_batch: Any) -> Any:
+        leaves = zip(tf.nest.flatten(micro_batch), self.sequences.shares)
+        cut = [leaf for leaf, shares in leaves if shares is True and isinstance(leaf, tf.Tensor)]
+        sizes = [size_along(self.sequences.axis, leaf) for leaf in cut]
+        if not sizes:
+            return None
+        if all(isinstance(size, int) for size in sizes):
+            return max(sizes)
+        return tf.reduce_max(tf.stack(sizes))
+
+    def kept(self, micro_batch: Any, values: Any) -> Any:
+        """What part of these values of a micro-batch there is: the rest was cut off."""
+        axis, length = self.sequences.axis, self.length_of(micro_batch)
+        if len(values.shape) <= axis or length is None:
+            return 1.0
+        size = size_along(axis, values)
+        if isinstance(size, int) and not isinstance(length, int):
+            return 1.0  # known although that of the sequences is not, so it is not theirs
+        part = tf.cast(length, values.dtype) / tf.cast(self.sequences.size, values.dtype)
+        is_cut = tf.logical_and(tf.equal(size, length), self.sequences.same_size)
+        return tf.where(is_cut, part, tf.ones_like(part))
+
+    def padded(self, leaves: List[Any], lengths: List[Any]) -> List[Any]:
+        axis, size = self.sequences.axis, self.sequences.size
+        if not all(isinstance(leaf, tf.Tensor) and len(leaf.shape) > axis for leaf in leaves):
+            return leaves
+        if any(length is None for length in lengths):
+            return leaves
+        sizes = [size_along(axis, leaf) for leaf in leaves]
+        if tf.executing_eagerly():  # One may have another size that happens to be the length.
+            return [_padded(leaf, axis, size) for leaf in leaves] if sizes == lengths else leaves
+        return [
+            leaf
+            if isinstance(own, int) and not isinstance(length, int)
+            else _padded(leaf, axis, tf.where(tf.equal(own, length), size, own))
+            for leaf, own, length in zip(leaves, sizes, lengths)
+        ]
+
+    def in_order(self, values: Any) -> Any:
+        inverse = tf.math.invert_permutation(self.order)
+
+        def restored(leaf: Any) -> Any:
+            if leaf is None or len(leaf.shape) == 0:
+                return leaf
+            count = _split.size_of([leaf])
+            if isinstance(count, int) and isinstance(self.examples, int):
+                return _permuted(leaf, inverse) if count == self.examples else leaf
+            # Nothing is known of the order of values that are not one for each example.
+            is_per_example = tf.equal(count, self.examples)
+            rows = tf.cond(is_per_example, lambda: inverse, lambda: tf.range(count))
+            return _permuted(leaf, rows)
+
+        return tf.nest.map_structure(restored, values)
+
+
+def reordered_rows(tensor: tf.SparseTensor, places: Any) -> tf.SparseTensor:
+    """A sparse tensor whose i-th row goes to the i-th of these places."""
+    rows = tf.gather(tf.cast(places, tf.int64), tensor.indices[:, 0])
+    indices = tf.concat([rows[:, None], tensor.indices[:, 1:]], 1)
+    moved = tf.sparse.reorder(tf.SparseTensor(indices, tensor.values, tensor.dense_shape))
+    moved.set_shape(tensor.shape)
+    return moved
+
+
+def size_along(axis: int, leaf: Any) -> Any:
+    """The size of a tensor along an axis: an int where it is known, else a scalar tensor."""
+    return tf.shape(leaf)[axis] if leaf.shape[axis] is None else int(leaf.shape[axis])
+
+
+def _known(size: Any) -> Optional[int]:
+    return size if isinstance(size, int) else None
+
+
+def _is_among(leaf: Any, leaves: Iterable[Any]) -> bool:
+    return any(leaf is each for each in leaves)
+
+
+def _permuted(leaf: Any, rows: Any) -> Any:
+    if isinstance(leaf, tf.SparseTensor):
+        return reordered_rows(leaf, tf.math.invert_permutation(rows))
+    return tf.gather(leaf, rows)
+
+
+def _given_lengths(lengths: Any, examples: Any) -> Any:
+    lengths = tf.convert_to_tensor(lengths)
+    _length_checks.given_lengths(lengths)
+    lengths = tf.cast(lengths, tf.int32)
+    return _split.asserted(lengths, tf.size(lengths), examples, _length_checks.ONE_PER_EXAMPLE)
+
+
+def _last_position(axis: int, leaf: Any) -> Any:
+    there = tf.not_equal(leaf, tf.zeros([], leaf.dtype))
+    others = [i for i in range(1, len(leaf.shape)) if i != axis]
+    there = tf.reduce_any(there, others)
+    positions = tf.range(1, tf.shape(there)[1] + 1)
+    return tf.reduce_max(tf.where(there, positions, 0), 1, keepdims=True)[:, 0]
+
+
+def _row_lengths(axis: int, leaf: tf.RaggedTensor) -> Any:
+    lengths = tf.cast(leaf.row_lengths(axis), tf.int32)
+    while len(lengths.shape) > 1:
+        lengths = tf.reduce_max(lengths, -1)
+    return lengths
+
+
+def _padded(leaf: Any, axis: int, size: Any) -> Any:
+    """A tensor with zeros behind it, up to a size along an axis."""
+    missing = size - size_along(axis, leaf)
+    amounts = [[0, missing if i == axis else 0] for i in range(len(leaf.shape))]
+    shape = leaf.shape.as_list()
+    padded = tf.pad(leaf, amounts)
+    shape[axis] = size if isinstance(size, int) else None
+    padded.set_shape(shape)
+    return padded
+
+
+def _log2(value: Any) -> Any:
+    """The exponent of the largest power of two that is not above a positive integer."""
+    powers = tf.constant([2**i for i in range(31)])
+    return tf.searchsorted(powers, value[None], side="right")[0] - 1
