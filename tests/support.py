@@ -84,6 +84,7 @@ def check(
     epochs=2,
     optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     micro_batch_weight=None,
+    cut=None,
     fit=None,
     before=None,
     moved=True,
@@ -101,7 +102,8 @@ def check(
         if before:
             before(model)
         if model is accumulated:
-            macrobatch.accumulate(model, micro_batch_size, micro_batch_weight=micro_batch_weight)
+            how = cut or {"micro_batch_size": micro_batch_size}
+            macrobatch.accumulate(model, micro_batch_weight=micro_batch_weight, **how)
         start = [np.array(w) for w in model.trainable_weights]
         arguments = dict(fit() if callable(fit) else fit or {})
         if not isinstance(x, tf.data.Dataset):

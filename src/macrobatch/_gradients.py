@@ -62,7 +62,8 @@ def value_and_gradients(
         sequence_axis: the axis along which sequences are padded, 1 for tokens of shape (examples,
             positions). Micro-batches are then made of examples of similar length, and everything
             in them that has that axis is cut to their longest: the same result, for less work. An
-            example ends where the last integer that is not 0 is, or the row of a ragged tensor.
+            example ends where the last integer that is not 0 is, or the row of a ragged tensor, of
+            a tuple `(x, y, weights)` in `x`, or where the last of the weights that is not 0 is.
             Refused if the loss depends on padding, which is tried once.
         lengths: a function of a batch that returns the length of each example, for batches that
             do not show it.
@@ -127,7 +128,8 @@ def _value_and_gradients(
     _replicas.check_scope(_replicas.strategy_of(trained))
     examples = _split.examples_in(batch, may_be_empty=several)
     jit_compile = cut.axis is not None and _is_compiled(loss_fn)
-    micro_batches = cut.apply(batch, examples, inputs=batch, rounded=jit_compile)
+    x, weights = _inputs_and_weights(batch)
+    micro_batches = cut.apply(batch, examples, (batch,), x, weights, rounded=jit_compile)
     user_fn, loss_fn = loss_fn, _stateless.converted(loss_fn, conversion)
     function = _stateless.Function(loss_fn, tf.nest.flatten(variables))
     if several or not tf.executing_eagerly():  # Replicas must agree on what they write.
@@ -186,6 +188,13 @@ def _value_and_gradients(
 def _is_compiled(function: Any) -> bool:
     # Private, and the only place where a tf.function tells; tests/test_lengths.py notices.
     return bool(getattr(function, "_jit_compile", False))
+
+
+def _inputs_and_weights(batch: Any) -> Tuple[Any, Any]:
+    """What of a batch tells the lengths of examples: of a tuple, as Keras means it."""
+    if not isinstance(batch, tuple) or hasattr(batch, "_fields"):
+        return batch, None
+    return batch[0], batch[2:]
 
 
 def _dry_run(function: _stateless.Function, micro_batches: _split.MicroBatches) -> None:

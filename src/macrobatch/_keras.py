@@ -225,7 +225,7 @@ class _Accumulation:
             x, _, sample_weight = batch
             fixed = _model.fixed_inputs(model, x, self.cut.axis)
             micro_batches = self.cut.apply(
-                batch, examples, x, sample_weight, fixed, rounded=self._compiles_steps()
+                batch, examples, batch, x, sample_weight, fixed, rounded=self._compiles_steps()
             )
             assert isinstance(micro_batches, _lengths.ByLength)
             function = self._function_of_sequences(micro_batches, training)

@@ -122,6 +122,21 @@ def cannot_be_shorter(axis: Any, error: Exception) -> str:
     )
 
 
+WEIGHTED_METRICS = (
+    "Pass it in weighted_metrics= with sample weights of 0 for padding, or mask padding with an "
+    "Embedding with mask_zero=True."
+)
+
+
+def metric_has_weights(is_whole: bool) -> None:
+    """Raises for a metric that takes a mean over all positions, of which some were cut off."""
+    if not is_whole:
+        raise ValueError(
+            "A metric takes means over all positions, so that it depends on padding, and cutting "
+            f"padding off would change it. {WEIGHTED_METRICS}"
+        )
+
+
 def depends_on_padding(name: str) -> str:
     """What to say of a loss, or of a metric, that is not the same without padding."""
     what = "The loss, or a layer before it," if name == "loss" else f"The metric {name!r}"
@@ -130,7 +145,7 @@ def depends_on_padding(name: str) -> str:
         "losses follow, or with sample weights of 0; in loss_fn, with (losses, weights). If all "
         "positions count, leave sequence_axis= out."
         if name == "loss"
-        else "Pass it in weighted_metrics= with sample weights of 0 for padding, or mask padding."
+        else WEIGHTED_METRICS
     )
     return (
         f"{what} depends on padding, so that cutting it off would change the result. Received: "

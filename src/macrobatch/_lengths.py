@@ -38,7 +38,8 @@ class Cut(NamedTuple):
         self,
         batch: Any,
         examples: Any,
-        inputs: Any = None,
+        of: Sequence[Any] = (),
+        x: Any = None,
         weights: Any = None,
         fixed: Sequence[Any] = (),
         rounded: bool = False,
@@ -48,8 +49,9 @@ class Cut(NamedTuple):
         Args:
             batch: a nest of tensors with the examples first.
             examples: their number.
-            inputs: what of the batch says, by what is not 0, how long examples are.
-            weights: what of the batch says so too, but need not be integers.
+            of: the arguments of `lengths`.
+            x: what of the batch says, by integers that are not 0, how long examples are.
+            weights: what of the batch says so by numbers of any kind.
             fixed: tensors of the batch that are not to be cut along the axis.
             rounded: whether there may be few different shapes only.
         """
@@ -57,12 +59,11 @@ class Cut(NamedTuple):
             assert self.size is not None
             return _split.MicroBatches(batch, examples, self.size)
         _length_checks.outside_of_xla(_split.in_xla())
-        sequences = Sequences(self.axis, batch, inputs, weights, fixed)
+        sequences = Sequences(self.axis, batch, x, weights, fixed)
         if self.lengths is None:
             lengths = sequences.lengths()
         else:
-            arguments = (batch,) if weights is None else batch
-            lengths = _given_lengths(self.lengths(*arguments), examples)
+            lengths = _given_lengths(self.lengths(*of), examples)
         return ByLength(batch, examples, sequences, lengths, self, rounded)
 
 
@@ -78,7 +79,7 @@ class Sequences:
         same_size: whether they all have that size.
     """
 
-    def __init__(self, axis: int, batch: Any, inputs: Any, weights: Any, fixed: Sequence[Any]):
+    def __init__(self, axis: int, batch: Any, x: Any, weights: Any, fixed: Sequence[Any]):
         self.axis = axis
 
         def along_axis(nest: Any) -> List[Any]:
@@ -86,7 +87,7 @@ class Sequences:
             leaves = [leaf for leaf in leaves if not _is_among(leaf, fixed)]
             return [leaf for leaf in leaves if len(leaf.shape) > axis]
 
-        found = along_axis(inputs)
+        found = along_axis(x)
         self._ragged = [leaf for leaf in found if isinstance(leaf, tf.RaggedTensor)]
         dense = [leaf for leaf in found if isinstance(leaf, tf.Tensor)]
         self._integers = [leaf for leaf in dense if leaf.dtype.is_integer]
@@ -309,7 +310,7 @@ class ByLength(_split.MicroBatches):
         if any(length is None for length in lengths):
             return leaves
         sizes = [size_along(axis, leaf) for leaf in leaves]
-        if tf.executing_eagerly():  # One may have another size that happens to be the length.
+        if tf.executing_eagerly():  # Some other size may happen to be the length of one of them.
             return [_padded(leaf, axis, size) for leaf in leaves] if sizes == lengths else leaves
         return [
             leaf
@@ -317,6 +318,12 @@ class ByLength(_split.MicroBatches):
             else _padded(leaf, axis, tf.where(tf.equal(own, length), size, own))
             for leaf, own, length in zip(leaves, sizes, lengths)
         ]
+
+    def probe(self, lengths: List[Any]) -> Any:
+        size = self.sequences.size
+        if not tf.executing_eagerly() or None in lengths or {size} == {*lengths, size}:
+            return None  # In a graph, sizes that depend on lengths are those that are not known.
+        return self.taken(0, 1, lengths[0] + 1) if len(set(lengths)) == 1 else None
 
     def in_order(self, values: Any) -> Any:
         inverse = tf.math.invert_permutation(self.order)

@@ -115,8 +115,13 @@ def _run_one_by_one(step: Step, micro_batches: _split.MicroBatches, state: Any) 
             sums = [_sums.merge_rows(total) for total in sums]
             collected.append(part.aux)
             lengths.append(micro_batches.length_of(micro_batch))
+    probe = micro_batches.probe(lengths) if tf.nest.flatten(collected) else None
+    if probe is not None:
+        collected.append(step(probe, state).aux)
+        lengths.append(micro_batches.length_of(probe))
+    count = len(lengths) - (probe is not None)
     aux = tf.nest.map_structure(
-        lambda *leaves: _joined(micro_batches.padded(list(leaves), lengths)), *collected
+        lambda *leaves: _joined(micro_batches.padded(list(leaves), lengths)[:count]), *collected
     )
     return Part(sums, state, latest, micro_batches.in_order(aux))
 

@@ -42,7 +42,7 @@ class Terms:
     Attributes, after a call:
         part: the denominators D(B_j) of this micro-batch.
         reported: the part of this micro-batch in each term, without loss weights.
-        counted: whether some D is a count of tokens or weights, not of examples.
+        counts: those D that are counts of tokens or sums of weights, not numbers of examples.
         scalars: the names of losses that return one scalar for the batch.
     """
 
@@ -73,7 +73,7 @@ class Terms:
         self._vectors: List[bool] = []
         self.part = part._replace(terms=[])
         self.reported: List[Any] = []
-        self.counted = False
+        self.counts: List[Any] = []
         self.scalars: List[str] = []
 
     def __call__(self, y: Any, y_pred: Any, sample_weight: Any) -> Any:
@@ -145,12 +145,11 @@ class Terms:
             if isinstance(kept, float):
                 return self.part.examples
             return tf.cast(self.part.examples, kept.dtype) * kept
-        self.counted = True
         # Keras multiplies masks and weights before it broadcasts them to the shape of the losses.
         factors = [*masks, *([] if sample_weight is None else [sample_weight])]
-        return tf.reduce_sum(
-            functools.reduce(_multiply, [tf.cast(f, entry.loss.dtype) for f in factors])
-        )
+        factors = [tf.cast(factor, entry.loss.dtype) for factor in factors]
+        self.counts.append(tf.reduce_sum(functools.reduce(_multiply, factors)))
+        return self.counts[-1]
 
     def _kept_of(self, values: Any) -> Any:
         return 1.0 if self._kept is None else self._kept(values)

@@ -78,7 +78,7 @@ class ModelFunction:
         self.trained = list(model.trainable_weights) if training else []
         self.terms = len(terms.part.terms) if terms else 0
         self.tracked = terms.tracked if terms else []
-        self.counted = micro_batch_weight is not None or bool(terms and terms.counted)
+        self.counted = micro_batch_weight is not None or bool(terms and terms.counts)
         explained = [v for layer in written.decaying for v in layer.non_trainable_variables]
         explained += [v for v in written.carried if _stateless.is_seed(v)]
         unexplained = _stateless.without(written.carried, [*model.metrics_variables, *explained])
@@ -176,7 +176,7 @@ class ModelFunction:
                 self.model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         values = [loss.trained, part.weight]
         if loss.terms:
-            values += [*loss.terms.reported, *(d for d in loss.terms.part.terms if d is not None)]
+            values += [*loss.terms.reported, *loss.terms.counts]
         found = {"loss": [tf.cast(value, keras.config.floatx()) for value in values]}
         metrics = list(self.model.metrics_variables)
         for variable, value in zip(metrics, scope.values_of(metrics)):

@@ -122,12 +122,18 @@ def _reduce_whole(
     reduce: Any, kept: Any, values: Any, sample_weight: Any, reduce_fn: Any, dtype: Any
 ) -> Any:
     positions = getattr(values, "_keras_mask", None) if sample_weight is None else sample_weight
+    if reduce_fn is not keras.ops.mean:
+        return reduce(values, sample_weight, reduce_fn, dtype)
+    part = 1.0 if positions is None else kept(tf.cast(positions, dtype))
+    if _is_whole(part):
+        _length_checks.metric_has_weights(_is_whole(kept(tf.cast(values, dtype))))
     values, weights = reduce(values, sample_weight, reduce_fn, dtype)
-    # Without a weight for each position padding counts, and is found to count.
-    if positions is None or weights is None or reduce_fn is not keras.ops.mean:
-        return values, weights
-    part = kept(tf.cast(positions, values.dtype))
-    return values * part, weights * part
+    return (values, weights) if _is_whole(part) else (values * part, weights * part)
+
+
+def _is_whole(part: Any) -> bool:
+    """Whether nothing was cut off, as far as can be known before a graph runs."""
+    return isinstance(part, float) or (tf.executing_eagerly() and float(part) == 1.0)
 
 
 # Lets metrics weigh each example as if its sequences had not been cut. Keras takes the mean over

@@ -155,6 +155,10 @@ class MicroBatches:
         """What came of micro-batches of these lengths, in shapes that can be joined."""
         return leaves
 
+    def probe(self, lengths: List[Any]) -> Any:
+        """A further micro-batch, where micro-batches of these lengths leave `padded` in doubt."""
+        return None
+
     def in_order(self, values: Any) -> Any:
         """What came of all micro-batches, joined, in the order of the batch."""
         return values
