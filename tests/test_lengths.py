@@ -684,7 +684,7 @@ def test_dropout_can_be_switched_off():
 def test_metrics_take_means_over_whole_sequences():
     metric = keras.metrics.MeanAbsoluteError()
     y, weights = tf.zeros([2, 3, 1]), tf.constant([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]])
-    with _padding.over_whole_sequences(lambda values: tf.constant(0.25)):
+    with _padding.over_whole_sequences(lambda values: tf.constant(0.25, values.dtype)):
         metric.update_state(y, y + 2, sample_weight=weights)
     np.testing.assert_allclose([metric.total.numpy(), metric.count.numpy()], [0.5, 0.25])
 

@@ -178,10 +178,9 @@ class ModelFunction:
         if loss.terms:
             values += [*loss.terms.reported, *loss.terms.counts]
         found = {"loss": [tf.cast(value, keras.config.floatx()) for value in values]}
-        metrics = list(self.model.metrics_variables)
-        for variable, value in zip(metrics, scope.values_of(metrics)):
+        for metric in _metrics_of(self.model):
             # Not its result: what is wrong by a factor would go unnoticed there.
-            found.setdefault(variable.path.split("/")[0], []).append(value)
+            found.setdefault(metric.name, []).extend(scope.values_of(metric.variables))
         before = self.written.start()
         after = before._replace(carried=scope.values_of(self.written.carried))
         drawn = _stateless.differ(self.written.seeds(before), self.written.seeds(after))
@@ -345,6 +344,11 @@ def all_variables(model: Any) -> List[Any]:
     """The variables of a model, its metrics and its optimizer."""
     of_optimizer = model.optimizer.variables if model.optimizer else ()
     return [*model.variables, *model.metrics_variables, *of_optimizer]
+
+
+def _metrics_of(model: Any) -> List[Any]:
+    """The metrics of a model, those that are compiled into one each."""
+    return [part for metric in model.metrics for part in getattr(metric, "metrics", [metric])]
 
 
 def _variables_of(model: Any) -> List[Any]:
