@@ -1,6 +1,8 @@
 """Environments of the peers, beside that of this project: made once, and used by all benchmarks.
 
 A peer is never a dependency of the package. Where its environment cannot be made it is left out.
+
+    python benchmarks/environments.py    # makes all of them
 """
 
 import os
@@ -67,3 +69,8 @@ def python_of(environment):
         return None
     ready.touch()
     return python
+
+
+if __name__ == "__main__":
+    for environment in (PEERS, TORCH):
+        python_of(environment)

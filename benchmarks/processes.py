@@ -26,7 +26,7 @@ class Process:
     """
 
     def __init__(self, contender):
-        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115: closed by close()
+        self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (close() closes it)
         self.process = subprocess.Popen(
             [python_for(contender.environment), CONTENDER, json.dumps(contender.description())],
             stdin=subprocess.PIPE,
