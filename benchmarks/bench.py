@@ -30,8 +30,7 @@ import sections
 from processes import Failed, Process
 
 MEMORY_REPEATS = 3
-# Threads of OpenMP stay awake for a while after their last work.
-PAUSE = 0.05
+PAUSE = 0.05  # seconds for the threads of the contender before to fall asleep
 
 
 def timed(section, contenders, rounds, results):

@@ -52,6 +52,9 @@ def bar_panel(axes, names, values, form):
         OURS if is_ours_name(n) else FLOOR if n.startswith("floor") else OTHERS for n in names
     ]
     medians = [value.median for value in values]
+    # One process has one peak: without a spread there is nothing to draw.
+    if not any(map(any, errors)):
+        errors = None
     spread_bars = {"ecolor": "black", "elinewidth": 1, "capsize": 2.5}
     axes.barh(range(len(names)), medians, 0.68, color=colours, xerr=errors, error_kw=spread_bars)
     widest = max(value.high for value in values)
