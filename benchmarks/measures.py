@@ -45,7 +45,8 @@ def difference(found, expected, before):
     return float(np.linalg.norm(found - expected) / np.linalg.norm(expected - before))
 
 
-# Figures of a section's results: what bench.py wrote. KeyError where a contender is missing.
+# Figures of a section's results: what bench.py wrote. KeyError where a contender is missing
+# or has failed.
 
 
 def seconds(results, name):
@@ -53,6 +54,8 @@ def seconds(results, name):
     contenders = results["contenders"]
     if name == "floor" and "floor, unrolled" in contenders:
         return faster(seconds(results, "floor, loop"), seconds(results, "floor, unrolled"))
+    if "failed" in contenders[name]:  # It has times of some rounds only, or of none.
+        raise KeyError(name)
     return contenders[name]["seconds"]
 
 

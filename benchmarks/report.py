@@ -35,7 +35,7 @@ def contender_table(section, results):
             rows.append([contender["label"], f"failed: {contender['failed']}"])
             continue
         times = measures.spread(contender["seconds"])
-        ratios = [with_spread(available_ratio(results, name, base), "{:.2f}")] if base else []
+        ratios = [time_cell(results, name, base)] if base else []
         memory = [measures.peak(results, name).median, measures.growth(results, name).median]
         cells = [f"{1e3 * times.median:.0f}", *ratios, *(f"{each:.0f}" for each in memory)]
         rows.append([contender["label"], *cells])
@@ -50,15 +50,23 @@ def memory_table(results):
             continue
         peak = with_spread(measures.peak(results, name), "{:.0f}")
         growth = f"{measures.growth(results, name).median:.0f}"
-        ratio = f"{measures.peak_ratio(results, name, 'plain 4').median:.2f}"
-        rows.append([contender["label"], peak, ratio, growth])
+        rows.append([contender["label"], peak, peak_cell(results, name), growth])
     return filled(rows)
 
 
-def available_ratio(results, name, base):
+def time_cell(results, name, base):
+    return with_spread(available(measures.time_ratio, results, name, base), "{:.2f}")
+
+
+def peak_cell(results, name):
+    return with_spread(available(measures.peak_ratio, results, name, "plain 4"), "{:.2f}")
+
+
+def available(figure, *arguments):
+    """A figure, or a dash where a contender that it needs is missing or has failed."""
     try:
-        return measures.time_ratio(results, name, base)
-    except (KeyError, ValueError):  # the base failed
+        return figure(*arguments)
+    except KeyError:
         return "-"
 
 
@@ -69,7 +77,7 @@ def target_table(section, results):
         limit = f"{sign} {target.form.format(target.limit)}" if target.limit else "shown"
         try:
             value = target.value(results)
-        except (KeyError, ValueError):
+        except KeyError:
             rows.append([target.text, limit, why_not(section, results), ""])
             continue
         rows.append([target.text, limit, with_spread(value, target.form), verdict(target, value)])
@@ -130,17 +138,10 @@ def summary(all_results):
     for name in ("cnn", "transformer", "mlp", "transformer-compiled", "mlp-compiled"):
         if name in all_results:
             title = sections.all_sections()[name].title.split(":")[0]
-            ratios = [available_ratio(all_results[name], each, "floor") for each in columns]
-            rows.append(
-                [f"{title}: time over the floor", *(with_spread(r, "{:.2f}") for r in ratios)]
-            )
+            cells = [time_cell(all_results[name], each, "floor") for each in columns]
+            rows.append([f"{title}: time over the floor", *cells])
     if "memory" in all_results:
-        names = ["macrobatch 256", None, "plain 256"]
-        results = all_results["memory"]
-        cells = [
-            f"{measures.peak_ratio(results, n, 'plain 4').median:.2f} x" if n else "-"
-            for n in names
-        ]
+        cells = [peak_cell(all_results["memory"], f"{each} 256") for each in columns]
         rows.append(["larger transformer, batch 256: peak memory over plain batches of 4", *cells])
     return rows
 

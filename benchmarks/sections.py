@@ -184,6 +184,8 @@ def memory():
     for batch in PLAIN_BATCHES:
         options = {"model": "large transformer", "batch": batch}
         contenders[f"plain {batch}"] = Contender(f"plain Keras, batch {batch}", "plain", options)
+    options = {"model": "large transformer", "batch": 256, "micro_batches": 256 // micro}
+    contenders["keras 256"] = Contender("Keras' accumulation, batch 256", "keras", options)
     for k in MEMORY_KS:
         options = {
             "model": "large transformer",
