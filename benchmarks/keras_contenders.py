@@ -107,7 +107,7 @@ def compiled(model, make=None, jit_compile=False, optimizer="adam", steps=None, 
         rate, epsilon = workloads.LEARNING_RATE, workloads.ADAM_EPSILON
         rule = keras.optimizers.Adam(rate, epsilon=epsilon, **accumulation)
     else:
-        rule = keras.optimizers.SGD(0.1)
+        rule = keras.optimizers.SGD(0.5)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     made.compile(rule, loss, jit_compile=jit_compile)
     if keras.__version__ >= "3":  # a compiled step can make no variables

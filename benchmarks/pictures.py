@@ -7,10 +7,13 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import measures
 import sections
+from report import available
 
 # Of the palette of Okabe and Ito, which colour-blind people can tell apart.
 OURS, OTHERS, FLOOR, TARGET = "#0072B2", "#BBBBBB", "#666666", "#D55E00"
 PLAIN = "#E69F00"
+OUR_NAMES = ("macrobatch", "tokens", "as they come")
+BASES = {"floor": "the floor's", "plain": "plain Keras'", "keras": "Keras' accumulation's"}
 
 
 def draw(section, results, path):
@@ -22,34 +25,34 @@ def draw(section, results, path):
 
 def bars(section, results):
     """Time and memory of each contender, side by side."""
-    names = [n for n, c in results["contenders"].items() if c.get("seconds") and c.get("peak")]
-    base = next((n for n in ("floor", "floor, unrolled", "plain") if n in names), None)
-    base = "floor" if base and base.startswith("floor") else base
-    height = 1.3 + 0.36 * len(names)
-    figure, (left, right) = plt.subplots(
-        1, 2, figsize=(10, height), layout="constrained", sharey=True
-    )
-    ratios = [measures.time_ratio(results, name, base or names[0]) for name in names]
+    contenders = results["contenders"]
+    names = [name for name, contender in contenders.items() if "failed" not in contender]
+    ratios = [available(measures.time_ratio, results, name, section.base) for name in names]
+    size = (10, 1.3 + 0.36 * len(names))
+    figure, (left, right) = plt.subplots(1, 2, figsize=size, layout="constrained", sharey=True)
+    if "-" in ratios:  # What all are compared with has failed: seconds are still known.
+        ratios = [measures.spread(measures.seconds(results, name)) for name in names]
+        left.set_xlabel("seconds of an update")
+    else:
+        left.set_xlabel(f"time of an update, over {BASES[section.base]}")
+        left.set_title(f"| target for macrobatch: {section.mark:.2f}", fontsize=9, color=TARGET)
+        for row in (row for row, name in enumerate(names) if name in ("macrobatch", "tokens")):
+            ends = [row - 0.5, row + 0.5]
+            left.plot([section.mark] * 2, ends, color=TARGET, linewidth=2.5, zorder=3)
     bar_panel(left, names, ratios, "{:.2f}")
-    left.set_xlabel(f"time of an update / {base or names[0]}'s")
-    limit = floor_limit(section) if base == "floor" else None
-    if limit:
-        row = names.index("macrobatch")
-        left.plot([limit] * 2, [row - 0.5, row + 0.5], color=TARGET, linewidth=2.5)
-        left.set_title(f"| target for macrobatch: {limit:.2f}", fontsize=9, color=TARGET)
     bar_panel(right, names, [measures.growth(results, name) for name in names], "{:.0f}")
     right.set_xlabel("peak memory above the start, MiB")
-    left.set_yticks(range(len(names)), [results["contenders"][name]["label"] for name in names])
+    left.set_yticks(range(len(names)), [contenders[name]["label"] for name in names])
     left.invert_yaxis()
     for label, name in zip(left.get_yticklabels(), names):
-        label.set_fontweight("bold" if is_ours(results, name) else "normal")
+        label.set_fontweight("bold" if name in OUR_NAMES else "normal")
     return figure
 
 
 def bar_panel(axes, names, values, form):
     errors = [[v.median - v.low for v in values], [v.high - v.median for v in values]]
     colours = [
-        OURS if is_ours_name(n) else FLOOR if n.startswith("floor") else OTHERS for n in names
+        OURS if n in OUR_NAMES else FLOOR if n.startswith("floor") else OTHERS for n in names
     ]
     medians = [value.median for value in values]
     # One process has one peak: without a spread there is nothing to draw.
@@ -64,18 +67,6 @@ def bar_panel(axes, names, values, form):
         )
     axes.set_xlim(0, 1.15 * widest)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def is_ours(results, name):
-    return results["contenders"][name]["label"].startswith("macrobatch")
-
-
-def is_ours_name(name):
-    return name in ("macrobatch", "tokens", "as they come")
-
-
-def floor_limit(section):
-    return next(t.limit for t in section.targets if t.text == "macrobatch over the floor")
 
 
 def memory(section, results):

@@ -25,11 +25,10 @@ def contender_table(section, results):
     """One row for each contender: its time, its ratio to the first of the table, its memory."""
     if section.kind == "memory":
         return memory_table(results)
-    base = {"bars": "floor", "line": None}[section.kind]
-    if base and not any(name.startswith("floor") for name in results["contenders"]):
-        base = "plain"
-    over = ["over the floor" if base == "floor" else f"over {base}"] if base else []
-    rows = [["contender", "ms", *over, "peak MiB", "above start"]]
+    base = section.base
+    over = {"": [], "floor": ["over the floor"], "plain": ["over plain Keras"]}
+    over["keras"] = ["over Keras' accumulation"]
+    rows = [["contender", "ms", *over[base], "peak MiB", "above start"]]
     for name, contender in results["contenders"].items():
         if "failed" in contender:
             rows.append([contender["label"], f"failed: {contender['failed']}"])

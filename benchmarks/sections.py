@@ -38,6 +38,8 @@ class Section(NamedTuple):
     kind: str  # of the table and the picture: "bars", "memory" or "line"
     contenders: Dict[str, Contender]
     targets: List[Target]
+    base: str = ""  # the contender that times are compared with in the table and the picture
+    mark: Optional[float] = None  # the target for macrobatch's time over the base's
     steps: int = 1  # timed in a turn, of which the median counts
     warm_up: int = 3  # updates that are not timed
     check_update: bool = False  # compare the weights after two updates
@@ -115,7 +117,7 @@ def cost(name, title, micro, limit, steps):
         *overheads("torch"),
     ]
     text = f"{title}: {K} micro-batches of {micro}"
-    return Section(name, text, "bars", contenders, targets, steps)
+    return Section(name, text, "bars", contenders, targets, "floor", limit, steps)
 
 
 def compiled_cost(name, title, micro, limit, faster, steps):
@@ -129,7 +131,7 @@ def compiled_cost(name, title, micro, limit, faster, steps):
         *overheads("compiled torch"),
     ]
     text = f"{title}, jit_compile=True: {K} micro-batches of {micro}"
-    return Section(f"{name}-compiled", text, "bars", contenders, targets, steps)
+    return Section(f"{name}-compiled", text, "bars", contenders, targets, "floor", limit, steps)
 
 
 # Sequences of different lengths
@@ -161,14 +163,14 @@ def lengths():
     targets = [
         time_target("speed against plain, sorted by length", "plain", "macrobatch", **twice),
         time_target("speed against plain, 512 tokens each", "plain", "tokens", **twice),
+        Target("distance from plain's update, as they come", update("as they come"), **same),
         Target("distance from plain's update, sorted by length", update("macrobatch"), **same),
         Target("distance from plain's update, 512 tokens each", update("tokens"), **same),
         time_target("macrobatch over plain, as they come", "as they come", "plain"),
     ]
     text = "transformer, 64 sequences of 11 to 118 tokens (lognormal, mean 37)"
-    return Section(
-        "lengths", text, "bars", contenders, targets, steps=2, warm_up=2, check_update=True
-    )
+    timing = {"steps": 2, "warm_up": 2, "check_update": True}
+    return Section("lengths", text, "bars", contenders, targets, "plain", 1 / 2.0, **timing)
 
 
 # Memory
@@ -236,7 +238,7 @@ def embedding():
         Target("extra memory over plain: Keras", lambda r: extra(r, "keras"), form=MIB),
     ]
     text = "embedding table 1,000,000 x 64, 8 ids an example, Adam: batch 4096 in 512s"
-    return Section("embedding", text, "bars", contenders, targets)
+    return Section("embedding", text, "bars", contenders, targets, "keras", 1 / 2.0)
 
 
 MIB = "{:.0f} MiB"
@@ -264,7 +266,7 @@ def linear():
 
     targets = [Target("largest distance from a line", residual, 0.05, form="{:.1%}")]
     text = "small CNN: time of an update against batch size, micro-batches of 32"
-    return Section("linear", text, "line", contenders, targets, steps=1)
+    return Section("linear", text, "line", contenders, targets)
 
 
 def all_sections():
