@@ -98,7 +98,7 @@ def verdict(target, value):
     median = value.median if isinstance(value, measures.Spread) else value
     if target.met(median):
         return "met"
-    return f"**MISSED** by {abs(median / target.limit - 1):.0%}"
+    return f"**MISSED** by {target.form.format(abs(median - target.limit))}"
 
 
 def with_spread(value, form):

@@ -59,9 +59,9 @@ def test_a_difference_is_a_part_of_the_distance_moved():
     ("at_least", "value", "verdict"),
     [
         (False, 1.09, "met"),
-        (False, 1.21, "**MISSED** by 10%"),
+        (False, 1.21, "**MISSED** by 0.11 x"),
         (True, 1.2, "met"),
-        (True, 0.55, "**MISSED** by 50%"),
+        (True, 0.55, "**MISSED** by 0.55 x"),
     ],
 )
 def test_a_verdict_says_by_how_much(at_least, value, verdict):
