@@ -127,7 +127,7 @@ def line(section, results):
     left.set_yscale("log")
     left.set_ylabel("seconds of an update")
     left.legend(frameon=False)
-    relative = [100 * (value.median / fit - 1) for value, fit in zip(values, fitted)]
+    relative = [100 * (1 - fit / value.median) for value, fit in zip(values, fitted)]
     right.plot(sizes, relative, "o", color=OURS)
     right.axhline(0, color="black", linewidth=1)
     for limit in (-5, 5):
