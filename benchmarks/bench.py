@@ -29,7 +29,7 @@ import report
 import sections
 from processes import Failed, Process
 
-MEMORY_REPEATS = 3
+MEMORY_REPEATS, LARGE_BATCH = 3, 256
 PAUSE = 0.05  # seconds for the threads of the contender before to fall asleep
 
 
@@ -99,9 +99,11 @@ def take_turns(section, alive, results):
 
 
 def fresh(section, contenders, results):
-    """Runs each contender by itself, several times, for its memory."""
+    """Runs each contender by itself, for its memory: several times, unless that takes long."""
     for repeat in range(MEMORY_REPEATS):
         for name, contender in contenders.items():
+            if repeat and contender.options["batch"] > LARGE_BATCH:
+                continue
             say(section, f"{contender.label}, {repeat + 1} of {MEMORY_REPEATS}")
             with recorded(results[name]):
                 process = Process(contender)
