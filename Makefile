@@ -4,13 +4,14 @@
 # make check        formatting, lint and types
 # make test-oldest  the test suite with the oldest supported TensorFlow and Keras (.ci/oldest.txt)
 # make test-tf1     GradientAccumulator's tests with TensorFlow 1.14 (.ci/tf1.txt), from the built wheel; needs Python 3.7
-# make bench        what a step costs, in time and memory
+# make bench        what an update costs in time and memory, against its targets (about 20 minutes)
+# make bench-peers  the same with gradient-accumulator and PyTorch, in environments of their own (about 10 minutes more)
 # make bench-replicas  what exchanging gradients between two workers costs, and a model of it (about ten minutes)
 # make clean        remove environments, caches and build products
 #
 # Each target makes the environment that it needs from a Python found here. To choose one: make test PYTHON=/path/to/python
 
-.PHONY: demo test check pytest test-all test-oldest test-tf1 pytest-tf1 bench bench-replicas clean
+.PHONY: demo test check pytest test-all test-oldest test-tf1 pytest-tf1 bench bench-peers bench-replicas clean
 .DEFAULT_GOAL := test
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
@@ -82,10 +83,14 @@ pytest-tf1: .venv-tf1/installed
 		sys.exit(0 if path.startswith(sys.prefix) else "Not the installed package: " + path)'
 	.venv-tf1/bin/python -W ignore -m pytest -q -c /dev/null --rootdir . --noconftest -p no:cacheprovider tests/test_accumulator_everywhere.py
 
-bench: .venv/dev-installed
-	.venv/bin/python benchmarks/step_cost.py
-
 # matplotlib comes with the demo.
+bench: .venv/demo-installed
+	.venv/bin/python benchmarks/bench.py
+
+bench-peers: .venv/demo-installed
+	.venv/bin/python benchmarks/environments.py
+	.venv/bin/python benchmarks/bench.py --peers
+
 bench-replicas: .venv/demo-installed
 	.venv/bin/python benchmarks/replicas.py
 
@@ -118,5 +123,5 @@ bench-replicas: .venv/demo-installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-tf1 .venv-peers .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo.png
+	rm -rf .venv .venv-oldest .venv-tf1 .venv-peers .venv-torch .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo.png
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,19 +22,13 @@ from pathlib import Path
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import environments
 import numpy as np
 import tensorflow as tf
 
 keras = tf.keras  # Keras 2 in the older environment, Keras 3 in the newer
 
 BATCH, MICRO_BATCH, EPOCHS = 32, 8, 3
-PEERS_ENVIRONMENT = Path(__file__).resolve().parents[1] / ".venv-peers"
-# gradient-accumulator asks for the tensorflow package by name; the CPU build of it is enough.
-PEERS_PACKAGES = [
-    ["tensorflow-cpu==2.12.*", "numpy==1.23.2"],
-    ["--no-deps", "gradient-accumulator==0.5.2"],
-]
-PEERS_PYTHONS = ["3.10", "3.9", "3.8"]
 
 CONTENDERS = {
     "plain": "plain Keras, whole batch",
@@ -176,41 +170,6 @@ def measure(contender):
 # In the main process
 
 
-def find_python(versions):
-    """The first interpreter of these versions that runs, on the PATH or among pyenv's."""
-    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-    for version in versions:
-        for python in [f"python{version}", *sorted(pyenv.glob(f"{version}.*/bin/python"))]:
-            try:
-                subprocess.run([python, "-c", "import ensurepip"], check=True, capture_output=True)
-            except (OSError, subprocess.CalledProcessError):
-                continue
-            return python
-    return None
-
-
-def peers_python():
-    """The Python of an environment with gradient-accumulator, made if need be, or None."""
-    ready = PEERS_ENVIRONMENT / "ready"
-    python = PEERS_ENVIRONMENT / "bin" / "python"
-    if ready.exists():
-        return python
-    base = find_python(PEERS_PYTHONS)
-    if base is None:
-        print(f"No Python {' or '.join(PEERS_PYTHONS)} found: gradient-accumulator is left out.")
-        return None
-    print(f"Making {PEERS_ENVIRONMENT.name}; TensorFlow is a large download", flush=True)
-    try:
-        subprocess.run([base, "-m", "venv", "--clear", PEERS_ENVIRONMENT], check=True)
-        for packages in PEERS_PACKAGES:
-            subprocess.run([python, "-m", "pip", "install", "--quiet", *packages], check=True)
-    except subprocess.CalledProcessError as problem:
-        print(f"That failed ({problem}): gradient-accumulator is left out.")
-        return None
-    ready.touch()
-    return python
-
-
 def run(contender, python):
     """The contender's column, from a process of its own."""
     command = [python, __file__, "--measure", contender]
@@ -249,7 +208,8 @@ def main():
         return
     columns = {}
     for contender in options.only or CONTENDERS:
-        python = peers_python() if contender.startswith("ga-") else sys.executable
+        is_peer = contender.startswith("ga-")
+        python = environments.python_of(environments.PEERS) if is_peer else sys.executable
         if python:
             columns[contender] = run(contender, python)
     print_table(columns)

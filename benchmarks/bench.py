@@ -1,0 +1,198 @@
+"""What accumulation costs, in time and memory, against its floor, its targets and its peers.
+
+Every contender is a process of its own. In each round each of them takes its turn, in random
+order, while all others sleep; a ratio is of two times of the same round. Tables have the medians
+of these ratios and their quartiles. Memory is the high-water mark of a contender's process, and
+starts anew once it has imported its libraries. Linux only.
+
+    python benchmarks/bench.py [--only SECTION] [--rounds 15] [--peers] [--output FOLDER] [--list]
+
+Writes SECTION.json and SECTION.png, and, with the default folder, the tables of
+docs/performance.md. report.py makes tables and pictures again from the JSON files.
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import platform
+import random
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import measures
+import numpy as np
+import report
+import sections
+from processes import Failed, Process
+
+MEMORY_REPEATS, LARGE_BATCH = 3, 256
+PAUSE = 0.05  # seconds for the threads of the contender before to fall asleep
+
+
+def timed(section, contenders, rounds, results):
+    """Starts all contenders, and times them in turns."""
+    alive = {}
+    with contextlib.ExitStack() as stack:
+        for name, contender in contenders.items():
+            say(section, f"starting {contender.label}")
+            with recorded(results[name]):
+                started = time.perf_counter()
+                process = Process(contender)
+                stack.callback(process.close)
+                results[name].update(versions=process.versions, seconds=[])
+                warm_up(section, process, results[name])
+                results[name]["warm-up seconds"] = time.perf_counter() - started
+                alive[name] = process
+        if section.check_update:
+            add_update_differences(results)
+        start = time.monotonic()
+        for round_ in range(rounds):
+            take_turns(section, alive, results)
+            spent = time.monotonic() - start
+            left = spent / (round_ + 1) * (rounds - round_ - 1)
+            say(section, f"round {round_ + 1} of {rounds}, {left:.0f} s left")
+        for name, process in alive.items():
+            with recorded(results[name]):
+                add_memory(process, results[name])
+
+
+def warm_up(section, process, result):
+    """The first steps; with the weights before and after them, where these are compared."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = str(Path(folder) / "weights.npy")
+        before = weights(process, path) if section.check_update else None
+        process.steps(section.warm_up)
+        if section.check_update:
+            result["weights"] = before, weights(process, path)
+
+
+def weights(process, path):
+    process.ask("save", path=path)
+    return np.load(path)
+
+
+def add_update_differences(results):
+    """How far each contender is from the plain update; the weights themselves are let go."""
+    found = {name: result.pop("weights") for name, result in results.items() if "weights" in result}
+    if "plain" not in found:
+        return
+    before, expected = found["plain"]
+    for name, (start, after) in found.items():
+        if not np.array_equal(before, start):
+            results[name]["failed"] = "starts from other weights than the plain contender"
+        results[name]["update difference"] = measures.difference(after, expected, before)
+
+
+def take_turns(section, alive, results):
+    for name in random.sample(list(alive), len(alive)):
+        time.sleep(PAUSE)
+        with recorded(results[name]):
+            # The first step finds the caches full of another contender's data.
+            _, *seconds = alive[name].steps(1 + section.steps)
+            results[name]["seconds"].append(statistics.median(seconds))
+        if "failed" in results[name]:
+            alive.pop(name).close()
+
+
+def fresh(section, contenders, results):
+    """Runs each contender by itself, for its memory: several times, unless that takes long."""
+    for repeat in range(MEMORY_REPEATS):
+        for name, contender in contenders.items():
+            if repeat and contender.options["batch"] > LARGE_BATCH:
+                continue
+            say(section, f"{contender.label}, {repeat + 1} of {MEMORY_REPEATS}")
+            with recorded(results[name]):
+                process = Process(contender)
+                try:
+                    results[name]["versions"] = process.versions
+                    # About as many micro-batches for all: more of them leave more fragments.
+                    process.steps(max(2, 64 // contender.options["batch"]))
+                    add_memory(process, results[name])
+                finally:
+                    process.close()
+
+
+def add_memory(process, result):
+    memory = process.ask("memory")
+    result.setdefault("start", []).append(memory["start"])
+    result.setdefault("peak", []).append(memory["peak"])
+
+
+@contextlib.contextmanager
+def recorded(result):
+    """Notes a failure with the contender's results, so that the others' are not lost."""
+    try:
+        yield
+    except Failed as reason:
+        print(f"  failed: {reason}", flush=True)
+        result["failed"] = str(reason)
+
+
+def say(section, text):
+    print(f"  {section.name}: {text}", flush=True)
+
+
+def measured(section, rounds, peers):
+    """The results of a section, ready for its JSON file."""
+    contenders = {
+        name: contender
+        for name, contender in section.contenders.items()
+        if peers or contender.environment == "own"
+    }
+    results = {name: {"label": contender.label} for name, contender in contenders.items()}
+    if section.kind == "memory":
+        fresh(section, contenders, results)
+    else:
+        timed(section, contenders, rounds, results)
+    return {
+        "section": section.name,
+        "date": datetime.date.today().isoformat(),
+        "machine": machine(),
+        "rounds": MEMORY_REPEATS if section.kind == "memory" else rounds,
+        "contenders": results,
+    }
+
+
+def machine():
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return {
+        "CPU": names[0] if names else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory in GiB": round(pages / 2**30),
+        "system": f"{platform.system()} {platform.release()}",
+    }
+
+
+def main():
+    every = sections.all_sections()
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--only", action="append", choices=every, help="may be repeated")
+    parser.add_argument("--rounds", type=int, default=15, help="turns of each contender")
+    parser.add_argument("--peers", action="store_true", help="with peers in their environments")
+    parser.add_argument("--list", action="store_true", help="print the sections, and end")
+    parser.add_argument("--output", type=Path, default=report.RESULTS, metavar="FOLDER")
+    options = parser.parse_args()
+    if options.list:
+        for section in every.values():
+            print(f"{section.name:<22} {section.title}")
+        return
+    options.output.mkdir(parents=True, exist_ok=True)
+    names = options.only or list(every)
+    for index, name in enumerate(names):
+        print(f"Section {index + 1} of {len(names)}: {every[name].title}", flush=True)
+        results = measured(every[name], options.rounds, options.peers)
+        path = options.output / f"{name}.json"
+        path.write_text(json.dumps(results, indent=2) + "\n")
+        report.show(every[name], results, options.output)
+    if options.output.resolve() == report.RESULTS:
+        report.write_pages()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,236 @@
+"""Contenders with Keras: plain, accumulating in three ways, and the floor.
+
+Runs with Keras 3, and with Keras 2 on TensorFlow 2.12 for gradient-accumulator.
+"""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import tensorflow as tf
+import workloads
+
+if keras.__version__ >= "3":
+    import macrobatch
+else:
+    import gradient_accumulator
+
+layers = keras.layers
+
+
+def versions():
+    found = {"TensorFlow": tf.__version__, "Keras": keras.__version__}
+    if keras.__version__ >= "3":
+        return {**found, "macrobatch": macrobatch.__version__}
+    return {**found, "gradient-accumulator": "0.5.2"}
+
+
+def training(description):
+    """The contender of this description."""
+    ways = {
+        "floor": Floor,
+        "plain": plain_training,
+        "macrobatch": macrobatch_training,
+        "keras": keras_accumulation,
+        "gradient-accumulator": gradient_accumulator_training,
+    }
+    return ways[description["way"]](**description["options"])
+
+
+# Models
+
+
+def build(name):
+    """Inputs and outputs of a model."""
+    if name.endswith("cnn"):
+        return cnn(side=16 if name == "small cnn" else 32)
+    if name == "mlp":
+        return mlp()
+    if name == "embedding":
+        return bag_of_ids()
+    length = None if name == "padded transformer" else workloads.SEQUENCE
+    return transformer(length, **workloads.TRANSFORMERS[name])
+
+
+def cnn(side):
+    inputs = x = keras.Input((side, side, 3))
+    for filters, strides in workloads.CNN_LAYERS:
+        x = layers.Conv2D(filters, 3, strides, padding="same", activation="relu")(x)
+    return inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x))
+
+
+def mlp():
+    first, *hidden, last = workloads.MLP_WIDTHS
+    inputs = x = keras.Input((first,))
+    for width in hidden:
+        x = layers.Dense(width, activation="relu")(x)
+    return inputs, layers.Dense(last)(x)
+
+
+def bag_of_ids():
+    ids = keras.Input((workloads.IDS,), dtype="int32")
+    rows = layers.Embedding(workloads.EMBEDDING_ROWS, workloads.EMBEDDING_WIDTH)(ids)
+    return ids, layers.Dense(10)(layers.GlobalAveragePooling1D()(rows))
+
+
+def transformer(length, layers, width, vocabulary):
+    """Predicts a token for each token of a sequence. Where lengths vary, 0 is padding."""
+    norm, heads = workloads.LAYER_NORM_EPSILON, workloads.HEADS
+    tokens = keras.Input((length,), dtype="int32")
+    x = keras.layers.Embedding(vocabulary, width, mask_zero=length is None)(tokens)
+    for _ in range(layers):
+        attended = keras.layers.LayerNormalization(epsilon=norm)(x)
+        attended = keras.layers.MultiHeadAttention(heads, width // heads)(attended, attended)
+        x = keras.layers.Add()([x, attended])
+        hidden = keras.layers.LayerNormalization(epsilon=norm)(x)
+        hidden = keras.layers.Dense(4 * width, activation="gelu")(hidden)
+        x = keras.layers.Add()([x, keras.layers.Dense(width)(hidden)])
+    return tokens, keras.layers.Dense(vocabulary)(x)
+
+
+def compiled(model, make=None, jit_compile=False, optimizer="adam", steps=None, **_):
+    """A compiled model, the same weights in every process.
+
+    Args:
+        model: its name.
+        make: makes a model from inputs and outputs, instead of keras.Model.
+        jit_compile: as in compile().
+        optimizer: "adam" or "sgd".
+        steps: gradient_accumulation_steps of the optimizer.
+    """
+    keras.utils.set_random_seed(0)
+    made = (make or keras.Model)(*build(model))
+    accumulation = {"gradient_accumulation_steps": steps} if steps else {}
+    if optimizer == "adam":
+        rate, epsilon = workloads.LEARNING_RATE, workloads.ADAM_EPSILON
+        rule = keras.optimizers.Adam(rate, epsilon=epsilon, **accumulation)
+    else:
+        rule = keras.optimizers.SGD(0.5)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    made.compile(rule, loss, jit_compile=jit_compile)
+    if keras.__version__ >= "3":  # a compiled step can make no variables
+        made.optimizer.build(made.trainable_variables)
+    return made
+
+
+# Contenders. step() makes one update.
+
+
+class Fit:
+    """Steps as fit() takes them, without its callbacks: from an iterator, which is always ready."""
+
+    def __init__(self, compiled_model, model, batch, micro_batches=1, **_):
+        self.model, self.calls = compiled_model, micro_batches
+        batches = dataset(*workloads.data(model, batch), micro_batches)
+        if model == "padded transformer":  # as of padded_batch, which knows no longest sequence
+            batches = batches.map(lambda *batch: tuple(map(of_any_length, batch)))
+        self.iterator = iter(batches)
+        compiled_model.make_train_function()
+
+    def step(self):
+        for _ in range(self.calls):
+            self.model.train_function(self.iterator)
+
+    def save_weights(self, path):
+        np.save(path, np.concatenate([w.ravel() for w in self.model.get_weights()]))
+
+
+def dataset(x, y, micro_batches):
+    """The batch again and again, in one piece or in micro-batches."""
+    if micro_batches > 1:
+        parts = [t.reshape(micro_batches, -1, *t.shape[1:]) for t in (x, y)]
+        made = tf.data.Dataset.from_tensor_slices(tuple(parts))
+    else:
+        made = tf.data.Dataset.from_tensors((x, y))
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    return made.repeat().with_options(options)
+
+
+def of_any_length(tokens):
+    return tf.compat.v1.placeholder_with_default(tokens, [tokens.shape[0], None])
+
+
+def plain_training(**options):
+    return Fit(compiled(**options), **options)
+
+
+def macrobatch_training(accumulate, **options):
+    return Fit(macrobatch.accumulate(compiled(**options), **accumulate), **options)
+
+
+def keras_accumulation(micro_batches, **options):
+    return Fit(compiled(steps=micro_batches, **options), micro_batches=micro_batches, **options)
+
+
+def gradient_accumulator_training(micro_batches, **options):
+    def make(inputs, outputs):
+        return gradient_accumulator.GradientAccumulateModel(
+            micro_batches, inputs=inputs, outputs=outputs
+        )
+
+    return Fit(compiled(make=make, **options), micro_batches=micro_batches, **options)
+
+
+class Floor:
+    """What no accumulation can do without: all forward and backward passes, and one update.
+
+    The gradients of all micro-batches but the last are computed and thrown away.
+    """
+
+    def __init__(self, batch, micro_batches, unrolled=False, jit_compile=False, **options):
+        self.model = compiled(jit_compile=jit_compile, **options)
+        self.variables = [variable.value for variable in self.model.trainable_variables]
+        self.size, self.others = batch // micro_batches, micro_batches - 1
+        self.unrolled = unrolled
+        data = [tf.constant(t) for t in workloads.data(options["model"], batch)]
+        passes = self.last_of_compiled_passes if jit_compile else self.last_of_passes
+        step = tf.function(lambda *data: self.update(passes(*data)), jit_compile=jit_compile)
+        self.step = lambda: step(*data)
+
+    def update(self, gradients):
+        self.model.optimizer.apply(gradients, self.model.trainable_variables)
+
+    def gradients(self, x, y, index):
+        def micro_batch(t):
+            start = [index * self.size] + [0] * (t.shape.rank - 1)
+            return tf.slice(t, start, [self.size, *t.shape[1:]])
+
+        x, y = micro_batch(x), micro_batch(y)
+        with tf.GradientTape() as tape:
+            loss = self.model.compute_loss(x, y, self.model(x, training=True))
+        return tape.gradient(loss, self.variables)
+
+    def last_of_passes(self, x, y):
+        def next_index(index):
+            """Not before all gradients are there: so TensorFlow cannot leave them out."""
+            gradients = self.gradients(x, y, index)
+            with tf.control_dependencies(tf.nest.flatten(gradients, expand_composites=True)):
+                return index + 1
+
+        last = tf.constant(0)
+        if self.unrolled:
+            for _ in range(self.others):
+                last = next_index(last)
+        else:
+            last = tf.while_loop(
+                lambda index: index < self.others, next_index, [last], parallel_iterations=1
+            )
+        return self.gradients(x, y, tf.reshape(last, []))
+
+    def last_of_compiled_passes(self, x, y):
+        # XLA knows no control dependencies, and drops from a barrier what nobody uses behind it.
+        # So the loop hands the gradients on, and only those of the last pass are used.
+        from tensorflow.compiler.tf2xla.ops import gen_xla_ops  # it has no public name
+
+        def next_pass(index, _):
+            dense = [tf.convert_to_tensor(each) for each in self.gradients(x, y, index)]
+            index, *dense = gen_xla_ops.xla_optimization_barrier([index, *dense])
+            return index + 1, dense
+
+        start = [tf.zeros(variable.shape) for variable in self.variables]
+        return tf.while_loop(
+            lambda index, _: index <= self.others, next_pass, (tf.constant(0), start)
+        )[1]

@@ -1,0 +1,284 @@
+"""What is measured against what: the sections of the benchmark, their contenders and targets."""
+
+from typing import Any, Callable, Dict, List, NamedTuple, Optional
+
+import measures
+
+K = 8  # micro-batches of a batch
+
+
+class Contender(NamedTuple):
+    label: str
+    way: str
+    options: Dict[str, Any]
+    environment: str = "own"  # or "peers" or "torch"
+
+    def description(self):
+        """What its process is started with."""
+        library = "torch_contenders" if self.environment == "torch" else "keras_contenders"
+        return {"library": library, "way": self.way, "options": self.options}
+
+
+class Target(NamedTuple):
+    """A figure of the results, and its limit; without a limit it is shown."""
+
+    text: str
+    value: Callable[[Dict[str, Any]], Any]
+    limit: Optional[float] = None
+    at_least: bool = False
+    form: str = "{:.2f} x"
+
+    def met(self, value):
+        return value >= self.limit if self.at_least else value <= self.limit
+
+
+class Section(NamedTuple):
+    name: str
+    title: str
+    kind: str  # of the table and the picture: "bars", "memory" or "line"
+    contenders: Dict[str, Contender]
+    targets: List[Target]
+    base: str = ""  # the contender that times are compared with in the table and the picture
+    mark: Optional[float] = None  # the target for macrobatch's time over the base's
+    steps: int = 1  # timed in a turn, of which the median counts
+    warm_up: int = 3  # updates that are not timed
+    check_update: bool = False  # compare the weights after two updates
+
+
+def time_target(text, name, other, limit=None, **options):
+    return Target(text, lambda results: measures.time_ratio(results, name, other), limit, **options)
+
+
+def peak_target(text, name, other, limit, **options):
+    return Target(text, lambda results: measures.peak_ratio(results, name, other), limit, **options)
+
+
+# Time of an update of K micro-batches
+
+
+def ours(model, micro, **options):
+    """Contenders that run in the environment of this project."""
+    common = {"model": model, "batch": K * micro, **options}
+    cut = {**common, "micro_batches": K}
+    accumulate = {"micro_batch_size": micro}
+    if options.get("jit_compile"):
+        floors = {"floor": Contender("floor", "floor", cut)}
+    else:
+        floors = {
+            "floor, loop": Contender("floor, in a loop", "floor", cut),
+            "floor, unrolled": Contender("floor, unrolled", "floor", {**cut, "unrolled": True}),
+        }
+    return {
+        **floors,
+        "macrobatch": Contender("macrobatch", "macrobatch", {**common, "accumulate": accumulate}),
+        "keras": Contender("Keras gradient_accumulation_steps", "keras", cut),
+        "plain": Contender("plain Keras, whole batch", "plain", common),
+    }
+
+
+def torchs(model, micro, jit_compile=False):
+    common = {"model": model, "batch": K * micro, "jit_compile": jit_compile}
+    name = "PyTorch, torch.compile" if jit_compile else "PyTorch"
+    key = "compiled torch" if jit_compile else "torch"
+    cut = {**common, "micro_batches": K}
+    return {
+        key: Contender(f"{name}, Accelerate", "torch", cut, "torch"),
+        f"plain {key}": Contender(f"{name}, whole batch", "torch", common, "torch"),
+    }
+
+
+def peer(model, micro):
+    options = {"model": model, "batch": K * micro, "micro_batches": K}
+    label = "gradient-accumulator 0.5.2 (TensorFlow 2.12)"
+    return {
+        "gradient-accumulator": Contender(label, "gradient-accumulator", options, "peers"),
+    }
+
+
+def overheads(torch):
+    return [
+        time_target("accumulating over its own plain batch: macrobatch", "macrobatch", "plain"),
+        time_target("accumulating over its own plain batch: Keras", "keras", "plain"),
+        time_target("accumulating over its own plain batch: PyTorch", torch, f"plain {torch}"),
+        time_target("macrobatch over PyTorch with Accelerate", "macrobatch", torch),
+    ]
+
+
+def cost(name, title, micro, limit, steps):
+    contenders = {**ours(name, micro), **peer(name, micro), **torchs(name, micro)}
+    if name == "cnn":  # The others have a section with everything compiled.
+        contenders.update(torchs(name, micro, jit_compile=True))
+    peer_key = "gradient-accumulator"
+    targets = [
+        time_target("macrobatch over the floor", "macrobatch", "floor", limit),
+        time_target("macrobatch over Keras' accumulation", "macrobatch", "keras", 1.0),
+        peak_target("the same, peak memory", "macrobatch", "keras", 1.0),
+        time_target("macrobatch over gradient-accumulator", "macrobatch", peer_key, 1.0),
+        *overheads("torch"),
+    ]
+    text = f"{title}: {K} micro-batches of {micro}"
+    return Section(name, text, "bars", contenders, targets, "floor", limit, steps)
+
+
+def compiled_cost(name, title, micro, limit, faster, steps):
+    contenders = {**ours(name, micro, jit_compile=True), **torchs(name, micro, jit_compile=True)}
+    targets = [
+        time_target("macrobatch over the floor", "macrobatch", "floor", limit),
+        time_target(
+            "speed against Keras' accumulation", "keras", "macrobatch", faster, at_least=True
+        ),
+        peak_target("peak memory over Keras' accumulation", "macrobatch", "keras", 1.0),
+        *overheads("compiled torch"),
+    ]
+    text = f"{title}, jit_compile=True: {K} micro-batches of {micro}"
+    return Section(f"{name}-compiled", text, "bars", contenders, targets, "floor", limit, steps)
+
+
+# Sequences of different lengths
+
+
+def lengths():
+    # SGD: with Adam, plain Keras' update of repeated embedding rows is not that of its gradient.
+    common = {"model": "padded transformer", "batch": 64, "optimizer": "sgd"}
+
+    def accumulated(label, **accumulate):
+        return Contender(label, "macrobatch", {**common, "accumulate": accumulate})
+
+    contenders = {
+        "plain": Contender("plain Keras, whole batch", "plain", common),
+        "as they come": accumulated("macrobatch, as they come", micro_batch_size=8),
+        "macrobatch": accumulated(
+            "macrobatch, sorted by length", micro_batch_size=8, sequence_axis=1
+        ),
+        "tokens": accumulated(
+            "macrobatch, 512 tokens each", micro_batch_tokens=512, sequence_axis=1
+        ),
+    }
+
+    def update(name):
+        return lambda results: results["contenders"][name]["update difference"]
+
+    twice = {"limit": 2.0, "at_least": True}
+    same = {"limit": 1e-5, "form": "{:.0e}"}
+    targets = [
+        time_target("speed against plain, sorted by length", "plain", "macrobatch", **twice),
+        time_target("speed against plain, 512 tokens each", "plain", "tokens", **twice),
+        Target("distance from plain's update, as they come", update("as they come"), **same),
+        Target("distance from plain's update, sorted by length", update("macrobatch"), **same),
+        Target("distance from plain's update, 512 tokens each", update("tokens"), **same),
+        time_target("macrobatch over plain, as they come", "as they come", "plain"),
+    ]
+    text = "transformer, 64 sequences of 11 to 118 tokens (lognormal, mean 37)"
+    timing = {"steps": 2, "warm_up": 2, "check_update": True}
+    return Section("lengths", text, "bars", contenders, targets, "plain", 1 / 2.0, **timing)
+
+
+# Memory
+
+MEMORY_MICRO_BATCH = 4
+MEMORY_KS = (1, 4, 16, 64, 256)
+PLAIN_BATCHES = (4, 16, 64, 256, 512)
+
+
+def memory():
+    micro = MEMORY_MICRO_BATCH
+    contenders = {}
+    for batch in PLAIN_BATCHES:
+        options = {"model": "large transformer", "batch": batch}
+        contenders[f"plain {batch}"] = Contender(f"plain Keras, batch {batch}", "plain", options)
+    options = {"model": "large transformer", "batch": 256, "micro_batches": 256 // micro}
+    contenders["keras 256"] = Contender("Keras' accumulation, batch 256", "keras", options)
+    for k in MEMORY_KS:
+        options = {
+            "model": "large transformer",
+            "batch": k * micro,
+            "accumulate": {"micro_batch_size": micro},
+        }
+        label = f"macrobatch, batch {k * micro} (K={k})"
+        contenders[f"macrobatch {k * micro}"] = Contender(label, "macrobatch", options)
+
+    def largest(results):
+        names = [f"macrobatch {k * micro}" for k in MEMORY_KS]
+        return max(measures.peak_ratio(results, name, "plain 4") for name in names)
+
+    targets = [
+        peak_target("batch 256 over plain batch 4", "macrobatch 256", "plain 4", 1.08),
+        Target("the largest of K=1 to K=256 over plain batch 4", largest, 1.08),
+    ]
+    text = "transformer of 4 layers, width 256: peak memory with micro-batches of 4"
+    return Section("memory", text, "memory", contenders, targets)
+
+
+# A large embedding table
+
+
+def embedding():
+    common = {"model": "embedding", "batch": 4096}
+    contenders = {
+        "plain": Contender("plain Keras, whole batch", "plain", common),
+        "macrobatch": Contender(
+            "macrobatch", "macrobatch", {**common, "accumulate": {"micro_batch_size": 512}}
+        ),
+        "keras": Contender(
+            "Keras gradient_accumulation_steps", "keras", {**common, "micro_batches": 8}
+        ),
+    }
+
+    def extra(results, name):
+        return measures.peak(results, name).median - measures.peak(results, "plain").median
+
+    def less(results):
+        # Less than nothing is a gain, too: a MiB is where figures of memory end.
+        return extra(results, "keras") / max(extra(results, "macrobatch"), 1.0)
+
+    targets = [
+        Target("extra memory, Keras' over macrobatch's", less, 10.0, True, "{:.1f} x"),
+        time_target("speed against Keras' accumulation", "keras", "macrobatch", 2.0, at_least=True),
+        Target("extra memory over plain: macrobatch", lambda r: extra(r, "macrobatch"), form=MIB),
+        Target("extra memory over plain: Keras", lambda r: extra(r, "keras"), form=MIB),
+    ]
+    text = "embedding table 1,000,000 x 64, 8 ids an example, Adam: batch 4096 in 512s"
+    return Section("embedding", text, "bars", contenders, targets, "keras", 1 / 2.0)
+
+
+MIB = "{:.0f} MiB"
+
+
+# Time against batch size
+
+LINE_MICRO_BATCH = 32
+LINE_BATCHES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+def linear():
+    contenders = {}
+    for batch in LINE_BATCHES:
+        options = {
+            "model": "small cnn",
+            "batch": batch,
+            "accumulate": {"micro_batch_size": LINE_MICRO_BATCH},
+        }
+        contenders[str(batch)] = Contender(f"macrobatch, batch {batch}", "macrobatch", options)
+
+    def residual(results):
+        times = [measures.spread(measures.seconds(results, str(b))).median for b in LINE_BATCHES]
+        return measures.line(LINE_BATCHES, times)[2]
+
+    targets = [Target("largest distance from a line", residual, 0.05, form="{:.1%}")]
+    text = "small CNN: time of an update against batch size, micro-batches of 32"
+    return Section("linear", text, "line", contenders, targets, steps=2)
+
+
+def all_sections():
+    sections = [
+        cost("cnn", "CNN", 16, 1.03, steps=3),
+        cost("transformer", "transformer", 8, 1.03, steps=2),
+        cost("mlp", "wide MLP, 14 M parameters", 32, 1.15, steps=2),
+        compiled_cost("transformer", "transformer", 8, 1.10, 1.0, steps=2),
+        compiled_cost("mlp", "wide MLP, 14 M parameters", 32, 1.25, 1.5, steps=2),
+        lengths(),
+        memory(),
+        embedding(),
+        linear(),
+    ]
+    return {section.name: section for section in sections}
