@@ -155,7 +155,8 @@ def _run_in_graph(
     # Tracing the step before the loop tells which gradients are None or sparse, and what shape the
     # rest has; the loop then calls that same trace.
     traced = tf.function(traced_step, autograph=False, jit_compile=jit_compile or None)
-    traced.get_concrete_function(micro_batches.first(), state)
+    first = micro_batches.first()
+    traced.get_concrete_function(first, state)
     likes, _, latest_like, (aux_like, aux_pieces) = traces[0]
     runs = micro_batches.runs
     count = sum(run.count for run in runs)
@@ -163,22 +164,34 @@ def _run_in_graph(
     may_be_dense = not _replicas.in_several()
     sums = [_sums.start(like, count, may_be_dense) for like in likes]
     latest = tf.nest.map_structure(lambda t: tf.zeros(t.shape, t.dtype), latest_like)
+    # Zeros that the first gradients are added to are a pass over memory as large as the model.
+    # A replica may be without examples; XLA has no such pass, but would compile the step twice.
+    starts_with_first = not (_replicas.in_several() or _split.in_xla())
 
     def run_all(run: _split.Run, done: Any, sums: Any, state: Any, latest: Any) -> Any:
-        def body(index: Any, sums: Any, state: Any, latest: Any, aux: Any) -> Any:
-            gradients, state, latest, parts = traced(micro_batches.get(run, index), state)
+        def after_one(index: Any, micro_batch: Any, push: Any, loop: Any) -> Any:
+            sums, state, _, aux = loop
+            gradients, state, latest, parts = traced(micro_batch, state)
             gradients = [g for g in gradients if g is not None]
-            sums = [_sums.push(total, g, done + index) for total, g in zip(sums, gradients)]
+            sums = [push(total, g) for total, g in zip(sums, gradients)]
             aux = tf.nest.map_structure(lambda array, part: array.write(index, part), aux, parts)
-            return index + 1, sums, state, latest, aux
+            return sums, state, latest, aux
+
+        def body(index: Any, *loop: Any) -> Any:
+            def push(total: Any, gradient: Any) -> Any:
+                return _sums.push(total, gradient, done + index)
+
+            return (index + 1, *after_one(index, micro_batches.get(run, index), push, loop))
 
         aux = [[_array(run, part) for part in each.parts] for each in aux_pieces]
+        index, loop = tf.constant(0), (sums, state, latest, aux)
+        if starts_with_first and run is runs[0]:
+            loop = after_one(0, first, _sums.first, loop)
+            with after(loop[:3]):  # or its activations could be in memory beside the next ones'
+                index = tf.constant(1)
         # The default of 10 parallel iterations would let their activations overlap in memory.
         _, sums, state, latest, aux = tf.while_loop(
-            lambda index, *_: index < run.count,
-            body,
-            (tf.constant(0), sums, state, latest, aux),
-            parallel_iterations=1,
+            lambda index, *_: index < run.count, body, (index, *loop), parallel_iterations=1
         )
         parts = [each.parts for each in aux_pieces]
         aux = tf.nest.map_structure(lambda a, p: _collected(run, a, p), aux, parts)

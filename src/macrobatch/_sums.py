@@ -109,6 +109,13 @@ def start(gradient: Any, count: Any, may_be_dense: bool = True) -> Any:
     )
 
 
+def first(total: Any, gradient: Any) -> Any:
+    """`total` from `start`, with the gradient of the first micro-batch in it: nothing is added."""
+    if isinstance(total, Rows):
+        return push(total, gradient, 0)
+    return None if total is None else tf.cast(dense(gradient), total.dtype)
+
+
 def push(total: Any, gradient: Any, index: Any) -> Any:
     """`total` from `start`, with the gradient of the micro-batch with that index added."""
     if isinstance(total, Rows):
