@@ -38,7 +38,7 @@ def tokens_of(examples=21, seed=0):
     return x, (x * 7 + 3) % CLASSES, real.astype("float64")
 
 
-def tagger(mask=True, length=None, recurrent=True):
+def tagger(mask=True, length=None, recurrent=False):
     """Predicts a class for each token."""
     tokens = keras.Input([length], dtype="int32")
     x = layers.Embedding(VOCABULARY, 4, mask_zero=mask)(tokens)
@@ -53,17 +53,12 @@ def classifier():
     """Predicts a class for each sequence."""
     tokens = keras.Input([None], dtype="int32")
     x = layers.Embedding(VOCABULARY, 4, mask_zero=True)(tokens)
-    x = layers.LSTM(3)(x)
+    x = layers.GlobalAveragePooling1D()(x)
     return keras.Model(tokens, layers.Dense(CLASSES)(x))
 
 
 def crossentropy(**options):
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
-
-
-def build_for(mode):
-    """A tagger; XLA takes long to compile what is recurrent."""
-    return lambda: tagger(recurrent=mode != "compiled")
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -72,7 +67,13 @@ def test_masked_tokens(cut, mode):
     x, y, _ = tokens_of()
     metrics = ["sparse_categorical_accuracy"]
     how = {"cut": CUTS[cut], "metrics": metrics, **MODES[mode]}
-    check(build_for(mode), x, y, loss=lambda: crossentropy(), **how)
+    check(tagger, x, y, loss=lambda: crossentropy(), **how)
+
+
+def test_recurrent_layers():
+    x, y, _ = tokens_of()
+    build = lambda: tagger(recurrent=True)  # noqa: E731
+    check(build, x, y, cut=CUTS["tokens"], loss=lambda: crossentropy())
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -82,7 +83,7 @@ def test_batches_padded_to_their_own_longest(cut, mode):
     x, y, _ = tokens_of()
     dataset = tf.data.Dataset.from_tensor_slices((x, y, lengths_of(len(x))))
     dataset = dataset.map(lambda x, y, n: (x[:n], y[:n])).padded_batch(8)
-    check(build_for(mode), dataset, cut=CUTS[cut], loss=lambda: crossentropy(), **MODES[mode])
+    check(tagger, dataset, cut=CUTS[cut], loss=lambda: crossentropy(), **MODES[mode])
 
 
 @pytest.mark.parametrize("cut", CUTS)
@@ -159,7 +160,9 @@ class Translator(keras.Model):
 
 
 def test_several_inputs_and_outputs():
+    """Sequences of the largest size are cut: in the second batch, where all are short, too."""
     x, y, _ = tokens_of()
+    x[8:, 3:] = 0
     inputs = {
         "source": x,
         "target": x[:, : POSITIONS - 2],
@@ -167,7 +170,11 @@ def test_several_inputs_and_outputs():
     }
     labels = {"tokens": y[:, : POSITIONS - 2], "score": x[:, :1] * 0.1}
     losses = {"tokens": crossentropy(), "score": "mse"}
-    check(Translator, inputs, labels, cut=CUTS["size"], loss=losses)
+    real = (x != 0).astype("float64")
+    weights = {"tokens": real[:, : POSITIONS - 2], "score": real[:, 0]}
+    how = {"cut": CUTS["size"], "loss": losses, "fit": {"sample_weight": weights}}
+    how["weighted_metrics"] = {"tokens": ["sparse_categorical_accuracy"], "score": ["mae"]}
+    check(Translator, inputs, labels, **how)
 
 
 def test_an_input_that_is_as_large_as_sequences_but_fixed():
@@ -175,7 +182,8 @@ def test_an_input_that_is_as_large_as_sequences_but_fixed():
     features = keras.Input([POSITIONS], name="features")
 
     def build():
-        x = layers.LSTM(3)(layers.Embedding(VOCABULARY, 4, mask_zero=True)(tokens))
+        x = layers.Embedding(VOCABULARY, 4, mask_zero=True)(tokens)
+        x = layers.GlobalAveragePooling1D()(x)
         return keras.Model([tokens, features], layers.Dense(1)(layers.Concatenate()([x, features])))
 
     x, _, _ = tokens_of()
@@ -328,6 +336,7 @@ def cut_by_length(table, kernel, batch, **cut):
         aux = {"logits": logits, "first": first, "size": tf.size(first), "none": None}
         aux["ragged"] = tf.RaggedTensor.from_tensor(micro_batch["tokens"], padding=0)
         aux["classes"] = logits[:, 0]
+        aux["pairs"] = weights[:, :, None] * weights[:, None, :]
         return (losses, weights), aux
 
     (loss, aux), gradients = macrobatch.value_and_gradients(
@@ -348,6 +357,8 @@ def assert_whole(found, table, kernel, batch):
     assert aux["logits"].shape == logits.shape
     np.testing.assert_allclose(aux["logits"] * real, logits * real, atol=1e-10)
     np.testing.assert_array_equal(aux["first"], tokens[:, 0])
+    pairs = weights.numpy()[:, :, None] * weights.numpy()[:, None, :]
+    np.testing.assert_array_equal(aux["pairs"], pairs)
     np.testing.assert_allclose(aux["classes"], logits[:, 0], atol=1e-10)
     assert aux["ragged"].to_list() == [list(row[row > 0]) for row in tokens]
     assert int(tf.reduce_sum(aux["size"])) == len(tokens)
@@ -510,7 +521,7 @@ def test_a_metric_over_all_positions(mode):
     x, y, real = tokens_of()
     model = compiled_tagger(metrics=["sparse_categorical_accuracy"], **MODES[mode])
     macrobatch.accumulate(model, **CUTS["size"])
-    match = r"A metric takes means over all positions.*weighted_metrics="
+    match = r"[mM]etric .*(means over all positions|depends on padding).*weighted_metrics="
     assert_refused(model, match, x, y, sample_weight=real)
 
 
@@ -552,7 +563,80 @@ def test_noise_cannot_be_compared():
     hidden = layers.GaussianNoise(0.5)(layers.Embedding(VOCABULARY, 4, mask_zero=True)(tokens))
     model = compiled_tagger(model=keras.Model(tokens, layers.Dense(CLASSES)(hidden)))
     macrobatch.accumulate(model, **CUTS["size"])
-    model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+    with pytest.warns(macrobatch.ExactnessWarning, match="cannot be tried: random numbers"):
+        model.fit(x, y, batch_size=8, epochs=2, verbose=0)
+
+
+def pooling(layer, **head):
+    tokens = keras.Input([None], dtype="int32")
+    hidden = layer(layers.Embedding(VOCABULARY, 4)(tokens))
+    return keras.Model(tokens, layers.Dense(CLASSES, **head)(hidden))
+
+
+def test_a_layer_behind_which_all_is_0_at_first():
+    x, y, _ = tokens_of()
+    model = pooling(layers.GlobalAveragePooling1D(), kernel_initializer="zeros")
+    model = compiled_tagger(model=model)
+    macrobatch.accumulate(model, **CUTS["size"])
+    assert_refused(model, "a layer before it, depends on padding", x, y[:, 0], error=ValueError)
+
+
+class OnlyInTraining(layers.Layer):
+    def call(self, x, training=False):
+        return tf.reduce_mean(x, 1) if training else x[:, 0]
+
+
+def test_testing_tells_nothing_about_training():
+    x, y, _ = tokens_of()
+    model = compiled_tagger(model=pooling(OnlyInTraining()))
+    macrobatch.accumulate(model, **CUTS["size"])
+    model.evaluate(x, y[:, 0], verbose=0)
+    assert_refused(model, "a layer before it, depends on padding", x, y[:, 0], error=ValueError)
+
+
+def test_another_loss_is_tried_again():
+    x, y, real = tokens_of()
+    model = compiled_tagger()
+    macrobatch.accumulate(model, **CUTS["size"])
+    model.fit(x, y, sample_weight=real, batch_size=8, verbose=0)
+    model.compile("sgd", crossentropy())
+    assert_refused(model, "The loss, or a layer before it, depends on padding", x, y)
+
+
+def test_labels_that_are_made_longer():
+    """A compiled step pads sequences of unknown size with 0, which here is a class."""
+    x, y, _ = tokens_of()
+    dataset = tf.data.Dataset.from_tensor_slices((x, y, lengths_of(len(x))))
+    dataset = dataset.map(lambda x, y, n: (x[:n], y[:n]))
+    dataset = dataset.padded_batch(
+        8, padding_values=(tf.constant(0, x.dtype), tf.constant(-1, y.dtype))
+    )
+    model = compiled_tagger(loss=crossentropy(ignore_class=-1, reduction="sum"), jit_compile=True)
+    macrobatch.accumulate(model, **CUTS["size"])
+    with pytest.raises(ValueError, match="depends on padding"):
+        model.fit(dataset, shuffle=False, verbose=0)
+
+
+def test_what_is_not_finite_is_no_matter_of_padding():
+    x, y, _ = tokens_of()
+    loss = lambda y, p: tf.reduce_sum(p, -1) * np.nan  # noqa: E731
+    model = compiled_tagger(model=classifier(), loss=loss)
+    macrobatch.accumulate(model, **CUTS["size"])
+    assert np.isnan(model.fit(x, y[:, 0], batch_size=8, verbose=0).history["loss"][0])
+
+
+def test_values_that_happen_to_be_as_many_as_positions():
+    """A metric of three values for each example, and sequences of a length of three."""
+
+    def build():
+        tokens = keras.Input([None], dtype="int32")
+        x = layers.LSTM(3)(layers.Embedding(VOCABULARY, 4, mask_zero=True)(tokens))
+        return keras.Model(tokens, layers.Reshape([3, 1])(x))
+
+    x, _, _ = tokens_of()
+    for mode in ("graph", "eager"):
+        how = {"cut": CUTS["size"], "metrics": ["mae"], **MODES[mode]}
+        check(build, x, x[:, :3, None] * 0.1, **how)
 
 
 def test_a_fixed_length():
@@ -596,8 +680,27 @@ def test_a_loss_fn_that_depends_on_padding(mode):
 
     run = run if mode == "eager" else tf.function(run)
     for _ in range(2):
-        with pytest.raises(Exception, match=r"depends on padding.*in loss_fn, with \(losses"):
+        with pytest.raises(Exception, match=r"depends on padding.*in loss_fn with \(losses"):
             run(batch_of(18))
+
+
+def test_closures_over_several_models():
+    """One is fine, the other is not."""
+    batch = batch_of(18)["tokens"]
+
+    def loss_of_model(mask):
+        table = tf.Variable(np.random.default_rng(0).normal(size=[VOCABULARY, 1]))
+
+        def loss_fn(batch):
+            weights = tf.cast(batch > 0, tf.float64) if mask else tf.ones_like(batch, tf.float64)
+            return tf.gather(table, batch)[..., 0] ** 2, weights
+
+        return loss_fn, [table]
+
+    options = {"micro_batch_size": 4, "sequence_axis": 1}
+    macrobatch.value_and_gradients(*loss_of_model(True), batch, **options)
+    with pytest.raises(ValueError, match="depends on padding"):
+        macrobatch.value_and_gradients(*loss_of_model(False), batch, **options)
 
 
 def test_a_loss_fn_with_a_fixed_length():

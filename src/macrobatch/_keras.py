@@ -128,10 +128,11 @@ class _Accumulation:
         self.cut = cut
         self.micro_batch_weight = micro_batch_weight
         self.strategy = _model.strategy_of(model)
-        # Whether it is known that nothing depends on padding.
-        self.padding_checked = _replicas.variable(
-            self.strategy, [], tf.int32, "padding_checked", summed=False
-        )
+        # Whether it is known that nothing depends on padding, in testing and in training.
+        self.checked = [
+            _replicas.variable(self.strategy, [], tf.int32, f"padding_checked_{i}", summed=False)
+            for i in range(2)
+        ]
         # The number of examples in the first batch of a fit, and whether it has been looked at.
         self.first_batch = _replicas.variable(
             self.strategy, [], tf.int32, "first_batch", summed=False
@@ -255,12 +256,7 @@ class _Accumulation:
         except Exception as error:
             function(micro_batches.whole())  # raises what has nothing to do with lengths
             raise ValueError(_length_checks.cannot_be_shorter(self.cut.axis, error)) from error
-        _padding.check(
-            micro_batches,
-            found.outcome,
-            self.padding_checked,
-            coarse=_padding.low_precision(_model.layers_of(model)),
-        )
+        _padding.check(micro_batches, found.trial(), self.checked[training])
         return found
 
     def _compiles_steps(self) -> bool:
@@ -374,12 +370,14 @@ class _Accumulation:
         model = self.model
         if model.train_function is None or force:
             self._make("make_train_function", force)
+            self.checked[True].assign(0)  # It may have been compiled with another loss.
             model.train_function = self._looking_at_first_batch(model.train_function)
         return model.train_function
 
     def _looking_at_first_batch(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def train_function(iterator: Any) -> Any:
-            logs = function(self._shared_out(iterator))
+            with _padding.explained():
+                logs = function(self._shared_out(iterator))
             if not self.looked_at:
                 self.looked_at = True
                 examples = int(_replicas.read(self.first_batch))
@@ -396,8 +394,14 @@ class _Accumulation:
         model = self.model
         if model.test_function is None or force:
             self._make("make_test_function", force)
+            self.checked[False].assign(0)
             function = model.test_function
-            model.test_function = lambda iterator: function(self._shared_out(iterator))
+
+            def test_function(iterator: Any) -> Any:
+                with _padding.explained():
+                    return function(self._shared_out(iterator))
+
+            model.test_function = test_function
         return model.test_function
 
     def _make(self, name: str, force: bool) -> None:

@@ -137,18 +137,28 @@ def metric_has_weights(is_whole: bool) -> None:
         )
 
 
+REFUSAL = "so that cutting it off would change the result"
+
+NOT_COMPARED = (
+    "Whether cutting off padding changes the result cannot be tried: random numbers are drawn that "
+    "dropout does not draw (GaussianNoise, for instance), others for each length. The update is "
+    "that of the whole batch only if nothing depends on padding."
+)
+
+
 def depends_on_padding(name: str) -> str:
     """What to say of a loss, or of a metric, that is not the same without padding."""
     what = "The loss, or a layer before it," if name == "loss" else f"The metric {name!r}"
     way_out = (
-        "Keep padding out of it: with an Embedding with mask_zero=True, whose mask layers and "
-        "losses follow, or with sample weights of 0; in loss_fn, with (losses, weights). If all "
-        "positions count, leave sequence_axis= out."
+        "Keep padding out of it, with sample weights of 0, in loss_fn with (losses, weights), or "
+        "with a mask: that of an Embedding with mask_zero=True, if every layer up to the loss "
+        "passes it on (look at model(x)._keras_mask) and no layer pools over all positions. If "
+        "all of them count, leave sequence_axis= out."
         if name == "loss"
         else WEIGHTED_METRICS
     )
     return (
-        f"{what} depends on padding, so that cutting it off would change the result. Received: "
+        f"{what} depends on padding, {REFUSAL}. Received: "
         "another value for a micro-batch cut to its longest example than for the same one whole "
         f"(compared once, without dropout). {way_out}"
     )

@@ -70,63 +70,55 @@ class Cut(NamedTuple):
 class Sequences:
     """What of a batch are sequences along an axis, padded or ragged.
 
-    A tensor is one if it is as large along that axis as an integer input is, or, where there is
-    none, a sample weight, or any input.
+    They all have one size along that axis: that of the largest integer input, or, where there is
+    none, sample weight, or any input. What has another size is none.
 
     Attributes:
         axis: the axis.
-        size: the size of the sequences along it: an int where it is known, else a scalar tensor.
-        same_size: whether they all have that size.
+        size: their size along it: an int where it is known, else a scalar tensor.
+        shares: for each tensor of the batch, whether it is one: a bool, or a scalar tensor.
     """
 
     def __init__(self, axis: int, batch: Any, x: Any, weights: Any, fixed: Sequence[Any]):
         self.axis = axis
 
-        def along_axis(nest: Any) -> List[Any]:
-            leaves = [leaf for leaf in tf.nest.flatten(nest) if leaf is not None]
+        def along_axis(nest: Any, kind: Any) -> List[Any]:
+            leaves = [leaf for leaf in tf.nest.flatten(nest) if isinstance(leaf, kind)]
             leaves = [leaf for leaf in leaves if not _is_among(leaf, fixed)]
             return [leaf for leaf in leaves if len(leaf.shape) > axis]
 
-        found = along_axis(x)
-        self._ragged = [leaf for leaf in found if isinstance(leaf, tf.RaggedTensor)]
-        dense = [leaf for leaf in found if isinstance(leaf, tf.Tensor)]
+        self._ragged = along_axis(x, tf.RaggedTensor)
+        dense = along_axis(x, tf.Tensor)
         self._integers = [leaf for leaf in dense if leaf.dtype.is_integer]
-        self._weights = [leaf for leaf in along_axis(weights) if isinstance(leaf, tf.Tensor)]
-        known = self._integers or self._weights or dense
-        _length_checks.has_sequences([*known, *self._ragged], axis, batch)
-        sizes = [size_along(axis, leaf) for leaf in known]
-        if all(isinstance(size, int) for size in sizes):
-            self.size = max(sizes, default=1)
-            self.same_size = len(set(sizes)) <= 1
-        else:
-            self.size = tf.reduce_max(tf.stack(sizes))
-            self.same_size = tf.reduce_all(tf.equal(tf.stack(sizes), self.size))
+        self._weights = along_axis(weights, tf.Tensor)
+        likely = self._integers or self._weights or dense
+        _length_checks.has_sequences([*likely, *self._ragged], axis, batch)
+        sizes = [size_along(axis, leaf) for leaf in likely]
+        # Where some sizes are not known before the batch is there, those are the sequences'.
+        unknown = [size for size in sizes if not isinstance(size, int)]
+        self.size = tf.reduce_max(tf.stack(unknown)) if unknown else max(sizes, default=1)
+        self._cuttable = along_axis(batch, (tf.Tensor, tf.SparseTensor))
+        self._likely = likely if len(unknown) == 1 else []
+        self.shares = [self._is_sequence(leaf) for leaf in tf.nest.flatten(batch)]
 
-        def shares(leaf: Any) -> Any:
-            if _is_among(leaf, known):
-                return True
-            return self._has_one_of(sizes, leaf) if _is_among(leaf, cuttable) else False
-
-        cuttable = along_axis(batch)
-        self.shares = [shares(leaf) for leaf in tf.nest.flatten(batch)]
-        self._weights = [leaf for leaf in self._weights if shares(leaf) is not False]
-
-    def _has_one_of(self, sizes: List[Any], leaf: Any) -> Any:
-        """Whether a tensor is as large as a sequence along the axis, as far as can be known."""
-        if not isinstance(leaf, tf.Tensor):
-            return isinstance(leaf, tf.SparseTensor) and leaf.shape[self.axis] in sizes
-        size = size_along(self.axis, leaf)
-        if isinstance(size, int):
+    def _is_sequence(self, leaf: Any) -> Any:
+        if not _is_among(leaf, self._cuttable):
+            return False
+        size = leaf.shape[self.axis]
+        if isinstance(size, int) or isinstance(leaf, tf.SparseTensor):
             # A size that is known although that of sequences is not, is not that size.
-            return any(isinstance(each, int) and each == size for each in sizes)
-        return tf.reduce_any([tf.equal(size, each) for each in sizes]) if sizes else False
+            return isinstance(self.size, int) and size == self.size
+        return _is_among(leaf, self._likely) or tf.equal(size_along(self.axis, leaf), self.size)
 
     def lengths(self) -> Any:
         """For each example, the last position where anything is not 0."""
-        _length_checks.has_lengths([*self._integers, *self._weights, *self._ragged], self.axis)
-        found = [_last_position(self.axis, leaf) for leaf in (*self._integers, *self._weights)]
-        for leaf in self._ragged:
-            found.append(_row_lengths(self.axis, leaf))
+        telling = [*self._integers, *self._weights]
+        _length_checks.has_lengths([*telling, *self._ragged], self.axis)
+        found = [_row_lengths(self.axis, leaf) for leaf in self._ragged]
+        for leaf in telling:
+            shares = self._is_sequence(leaf)
+            if shares is not False:
+                found.append(tf.where(shares, _last_position(self.axis, leaf), 0))
         return tf.reduce_max(tf.stack(found), 0)
 
     def cut(self, leaf: Any, shares: Any, length: Any, exactly: bool) -> Any:
@@ -179,8 +171,7 @@ class ByLength(_split.MicroBatches):
             self.order = tf.argsort(lengths, direction="DESCENDING", stable=True)
             lengths = tf.maximum(tf.gather(lengths, self.order), 1)
             if rounded:
-                buckets = tf.constant(BUCKETS)
-                lengths = tf.gather(buckets, tf.searchsorted(buckets, lengths))
+                lengths = _rounded_up(lengths)
             if isinstance(sequences.size, int) or not rounded:
                 lengths = tf.minimum(lengths, tf.maximum(sequences.size, 1))
             # One more, since a replica without examples asks for a first micro-batch too.
@@ -189,6 +180,12 @@ class ByLength(_split.MicroBatches):
             self.starts = tf.concat([starts, [examples, examples]], 0)
         self.runs = [_split.Run(0, None, count, static=False)]
         self.batch = tf.nest.map_structure(self._reordered, batch)
+
+    def longer(self) -> List[Any]:
+        """Lengths to which sequences of this size are made longer, so that shapes are few."""
+        if not self._rounded or isinstance(self.sequences.size, int):
+            return []
+        return [_rounded_up(self.sequences.size)]
 
     def examples_at(self, length: Any) -> Any:
         """How many examples make a micro-batch whose longest has this length."""
@@ -283,41 +280,47 @@ class ByLength(_split.MicroBatches):
 
     def length_of(self, micro_batch: Any) -> Any:
         leaves = zip(tf.nest.flatten(micro_batch), self.sequences.shares)
-        cut = [leaf for leaf, shares in leaves if shares is True and isinstance(leaf, tf.Tensor)]
-        sizes = [size_along(self.sequences.axis, leaf) for leaf in cut]
-        if not sizes:
-            return None
-        if all(isinstance(size, int) for size in sizes):
-            return max(sizes)
-        return tf.reduce_max(tf.stack(sizes))
+        sizes = [
+            (size_along(self.sequences.axis, leaf), shares)
+            for leaf, shares in leaves
+            if shares is not False and isinstance(leaf, tf.Tensor)
+        ]
+        sure = [size for size, shares in sizes if shares is True]
+        if sure or not sizes:
+            return sure[0] if sure else None
+        return tf.reduce_max(tf.stack([tf.where(shares, size, 0) for size, shares in sizes]))
 
-    def kept(self, micro_batch: Any, values: Any) -> Any:
-        """What part of these values of a micro-batch there is: the rest was cut off."""
+    def kept(self, micro_batch: Any, weights: Any) -> Any:
+        """What part of the positions that have these weights there is: the rest was cut off.
+
+        It is 1.0, and not a tensor, where that is known to be all.
+        """
         axis, length = self.sequences.axis, self.length_of(micro_batch)
-        if len(values.shape) <= axis or length is None:
+        if len(weights.shape) <= axis or length is None:
             return 1.0
-        size = size_along(axis, values)
-        if isinstance(size, int) and not isinstance(length, int):
-            return 1.0  # known although that of the sequences is not, so it is not theirs
-        part = tf.cast(length, values.dtype) / tf.cast(self.sequences.size, values.dtype)
-        is_cut = tf.logical_and(tf.equal(size, length), self.sequences.same_size)
+        is_cut = _same_size(size_along(axis, weights), length)
+        for leaf, shares in zip(tf.nest.flatten(micro_batch), self.sequences.shares):
+            is_cut = shares if leaf is weights else is_cut
+        if is_cut is False:
+            return 1.0
+        part = tf.cast(length, weights.dtype) / tf.cast(self.sequences.size, weights.dtype)
         return tf.where(is_cut, part, tf.ones_like(part))
 
     def padded(self, leaves: List[Any], lengths: List[Any]) -> List[Any]:
-        axis, size = self.sequences.axis, self.sequences.size
-        if not all(isinstance(leaf, tf.Tensor) and len(leaf.shape) > axis for leaf in leaves):
+        size = self.sequences.size
+        dense = all(isinstance(leaf, tf.Tensor) for leaf in leaves)
+        if not dense or any(length is None for length in lengths):
             return leaves
-        if any(length is None for length in lengths):
-            return leaves
-        sizes = [size_along(axis, leaf) for leaf in leaves]
-        if tf.executing_eagerly():  # Some other size may happen to be the length of one of them.
-            return [_padded(leaf, axis, size) for leaf in leaves] if sizes == lengths else leaves
-        return [
-            leaf
-            if isinstance(own, int) and not isinstance(length, int)
-            else _padded(leaf, axis, tf.where(tf.equal(own, length), size, own))
-            for leaf, own, length in zip(leaves, sizes, lengths)
-        ]
+        for axis in range(1, len(leaves[0].shape)):  # of attention, more than one are positions
+            pairs = [(size_along(axis, leaf), length) for leaf, length in zip(leaves, lengths)]
+            is_cut = [_same_size(*pair) for pair in pairs]
+            # In eager mode some other size may happen to be the length of one micro-batch.
+            if all(each is not False for each in is_cut):
+                leaves = [
+                    _padded(leaf, axis, size if cut is True else tf.where(cut, size, own))
+                    for leaf, cut, (own, _) in zip(leaves, is_cut, pairs)
+                ]
+        return leaves
 
     def probe(self, lengths: List[Any]) -> Any:
         size = self.sequences.size
@@ -354,6 +357,14 @@ def reordered_rows(tensor: tf.SparseTensor, places: Any) -> tf.SparseTensor:
 def size_along(axis: int, leaf: Any) -> Any:
     """The size of a tensor along an axis: an int where it is known, else a scalar tensor."""
     return tf.shape(leaf)[axis] if leaf.shape[axis] is None else int(leaf.shape[axis])
+
+
+def _same_size(size: Any, length: Any) -> Any:
+    """Whether a size is the length that sequences are cut to, as far as can be known."""
+    if isinstance(length, int):
+        return size == length if isinstance(size, int) else tf.equal(size, length)
+    # A size that is known although that of sequences is not, is not that size.
+    return False if isinstance(size, int) else tf.equal(size, length)
 
 
 def _known(size: Any) -> Optional[int]:
@@ -401,6 +412,13 @@ def _padded(leaf: Any, axis: int, size: Any) -> Any:
     shape[axis] = size if isinstance(size, int) else None
     padded.set_shape(shape)
     return padded
+
+
+def _rounded_up(lengths: Any) -> Any:
+    """The smallest bucket sizes that are not below these lengths."""
+    buckets = tf.constant(BUCKETS)
+    found = tf.searchsorted(buckets, tf.reshape(lengths, [-1]))
+    return tf.reshape(tf.gather(buckets, found), tf.shape(lengths))
 
 
 def _log2(value: Any) -> Any:

@@ -59,7 +59,7 @@ class Terms:
             compiled: Keras' compiled loss.
             part: the denominators of the micro-batch that do not depend on the loss.
             whole: the denominators of the whole batch; if None, those of the micro-batch.
-            kept: what part of the values of a loss there is, where sequences are cut shorter.
+            kept: what part of the positions with some weights there is, where sequences are cut.
         """
         # Keras does the paths, structures and loss weights, over terms of ours.
         self._compiled = _shallow_copy(compiled)
@@ -115,7 +115,7 @@ class Terms:
             fraction = share(denominator, whole.terms[index], value.dtype, padding)
             trained = reported = fraction * self._checked(value, values)
         elif is_vector:
-            mean = tf.reduce_mean(value) * self._kept_of(value)
+            mean = tf.reduce_mean(value) * self._kept_of(sample_weight)
             reported = share(self.part.examples, whole.examples, value.dtype) * mean
         loss_weight = 1.0 if entry.loss_weights is None else entry.loss_weights
         self._unreported.append((trained - reported) * loss_weight)
@@ -124,7 +124,7 @@ class Terms:
         return trained
 
     def _denominator(self, entry: Any, values: Any, masks: List[Any], sample_weight: Any) -> Any:
-        reduction = _reduction(entry.loss)
+        reduction, kept = _reduction(entry.loss), self._kept_of(sample_weight)
         is_mean = reduction in (*COUNTING, "mean_with_sample_weight")
         is_scalar = len(values.shape) == 0
         if is_mean and not is_scalar:
@@ -141,7 +141,6 @@ class Terms:
         if reduction in COUNTING:
             sample_weight = None  # they divide by a number of elements, not by weights
         if sample_weight is None and not masks:
-            kept = self._kept_of(values)
             if isinstance(kept, float):
                 return self.part.examples
             return tf.cast(self.part.examples, kept.dtype) * kept
@@ -151,8 +150,12 @@ class Terms:
         self.counts.append(tf.reduce_sum(functools.reduce(_multiply, factors)))
         return self.counts[-1]
 
-    def _kept_of(self, values: Any) -> Any:
-        return 1.0 if self._kept is None else self._kept(values)
+    def _kept_of(self, weights: Any) -> Any:
+        """What part of the positions there is, where some were cut off that had no weight.
+
+        Without weights for positions all of them count, and none could be cut off.
+        """
+        return 1.0 if self._kept is None or weights is None else self._kept(weights)
 
     def _checked(self, value: Any, values: Any) -> Any:
         """The value of a mean, once its values are known to be as many as there are examples."""

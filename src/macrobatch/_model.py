@@ -55,7 +55,7 @@ class ModelFunction:
             micro_batch: a micro-batch; in a graph, its types and shapes are enough.
             training: whether the model is trained, or tested.
             micro_batch_weight: a function that gives the weight of a micro-batch, for scalars.
-            kept: where sequences are cut, a function of a micro-batch and values that came of it:
+            kept: where sequences are cut, a function of a micro-batch and weights of positions:
                 what part of them there is.
         """
         self.model, self.training = model, training
@@ -163,28 +163,43 @@ class ModelFunction:
         state = State(total, terms, self.written.after(state.written, scope, calls_of))
         return loss.trained, state, tf.nest.map_structure(tf.convert_to_tensor, logs)
 
+    def trial(self) -> _padding.Trial:
+        """What to compare of a micro-batch that is cut and of the same one whole."""
+        layers = layers_of(self.model)
+        coarse = _padding.low_precision(layers)
+        outcomes: List[Callable[[Any], Any]] = [self.outcome]
+        if self.trained:
+            outcomes.append(functools.partial(self.outcome, moved=True))
+        return _padding.Trial(outcomes, lambda: self._drew, self.model, coarse)
+
     @_losses.undivided()
-    def outcome(self, micro_batch: Any) -> Any:
-        """What a micro-batch comes to, by name, and whether random numbers were drawn for it."""
+    def outcome(self, micro_batch: Any, moved: bool = False) -> Any:
+        """What a micro-batch comes to, by name: the loss with its gradients, and the metrics.
+
+        If `moved`, it is not what it comes to here, but where the weights are some way off, and
+        without gradients: at the start of training much is the same for all inputs.
+        """
         x, y, sample_weight = micro_batch
         part = self.part(micro_batch)
-        with self._scope() as scope:
+        elsewhere = zip(self.trained, _moved(self.weights)) if moved else ()
+        with tf.GradientTape() as tape, self._scope() as scope:
+            scope.state_mapping.update({id(v): value for v, value in elsewhere})
             y_pred = self._forward(micro_batch)
             # Over 1, shares are sums.
             loss = self._loss(micro_batch, y_pred, part, Denominators(1, 1, [1] * self.terms))
-            with _padding.over_whole_sequences(self._kept_of(micro_batch)):
+            with tape.stop_recording(), _padding.over_whole_sequences(self._kept_of(micro_batch)):
                 self.model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
         values = [loss.trained, part.weight]
         if loss.terms:
             values += [*loss.terms.reported, *loss.terms.counts]
         found = {"loss": [tf.cast(value, keras.config.floatx()) for value in values]}
+        if not moved and self.trained:
+            found["loss"] += _padding.gradients(tape, loss.trained, self.weights)
         for metric in _metrics_of(self.model):
             # Not its result: what is wrong by a factor would go unnoticed there.
             found.setdefault(metric.name, []).extend(scope.values_of(metric.variables))
-        before = self.written.start()
-        after = before._replace(carried=scope.values_of(self.written.carried))
-        drawn = _stateless.differ(self.written.seeds(before), self.written.seeds(after))
-        return found, drawn
+        self._drew = any(map(_stateless.is_seed, scope.written.values()))
+        return found
 
     def finish(self, state: State, logs: Any, examples: Any) -> Any:
         """Writes the state after the last micro-batch to the variables.
@@ -224,7 +239,7 @@ class ModelFunction:
         return scope
 
     def _kept_of(self, micro_batch: Any) -> Any:
-        """What part of some values of a micro-batch there is, as a function; None if all are."""
+        """What part of some positions of a micro-batch there is, as a function; None if all are."""
         return None if self._kept is None else functools.partial(self._kept, micro_batch)
 
     def _forward(self, micro_batch: Any) -> Any:
@@ -344,6 +359,20 @@ def all_variables(model: Any) -> List[Any]:
     """The variables of a model, its metrics and its optimizer."""
     of_optimizer = model.optimizer.variables if model.optimizer else ()
     return [*model.variables, *model.metrics_variables, *of_optimizer]
+
+
+def _moved(weights: List[Any]) -> List[Any]:
+    """The values of weights, and as much again in random directions; large ones as they are."""
+    moved = []
+    for seed, weight in enumerate(weights):
+        value = tf.convert_to_tensor(weight)
+        if value.shape.num_elements() > 2**20:
+            moved.append(value)
+            continue
+        noise = tf.random.stateless_normal(tf.shape(value), [seed, 0], dtype=value.dtype)
+        size = tf.maximum(tf.math.reduce_std(value), tf.cast(0.05, value.dtype))
+        moved.append(value + size * noise)
+    return moved
 
 
 def _metrics_of(model: Any) -> List[Any]:

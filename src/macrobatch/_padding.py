@@ -4,51 +4,73 @@ Nobody can see it from a model or a loss, so one micro-batch is run cut and whol
 anything is trained on.
 """
 
+import contextlib
 import weakref
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence, Set, Tuple
 
 import keras
 import tensorflow as tf
 
-from macrobatch import _length_checks, _lengths, _patch, _replicas
+from macrobatch import _checks, _length_checks, _lengths, _patch, _replicas
 
-# What rounding may bring; padding brings much more, as the shortest examples are compared.
+# What rounding may bring, over the largest number; padding brings more, since the shortest
+# examples are compared.
 TOLERANCES = {"float64": 1e-6, "float32": 1e-3}
-COARSE = 2e-2
-
-# What comes of a micro-batch: by name, values to compare; and seeds, drawn from or not.
-Outcome = Tuple[Dict[str, List[Any]], Any]
+COARSE = 5e-2
 
 
-def check(
-    micro_batches: _lengths.ByLength,
-    outcome: Callable[[Any], Outcome],
-    checked: Any,
-    coarse: bool = False,
-) -> None:
+class Trial(NamedTuple):
+    """What to compare.
+
+    Attributes:
+        outcomes: functions of a micro-batch. Each returns tensors by name: the loss, and metrics.
+        drew: whether, in the last of them, random numbers were drawn that dropout does not draw.
+        owner: the model or function that this is about, for warnings.
+        coarse: whether numbers are of less than 32 bits somewhere.
+    """
+
+    outcomes: Sequence[Callable[[Any], Dict[str, List[Any]]]]
+    drew: Callable[[], bool]
+    owner: Any
+    coarse: bool
+
+
+def check(micro_batches: _lengths.ByLength, trial: Trial, checked: Any) -> None:
     """Raises, here or when the graph runs, if a micro-batch comes to something else when it is cut.
 
     Micro-batches that are taken afterwards are there only once this is known.
 
     Args:
         micro_batches: a batch that is cut.
-        outcome: a function of a micro-batch.
+        trial: what to compare.
         checked: a variable that is not 0 when there is nothing to be done, and set here.
-        coarse: whether numbers are of less than 32 bits somewhere.
     """
-    start, end, length, whole_size = _shortest(micro_batches)
-    some = tf.logical_and(start < end, length < whole_size)
-    needed = tf.logical_and(tf.equal(_replicas.read(checked), 0), some)
+    start, end, lengths, size = _shortest(micro_batches)
+    others = tf.reduce_any(tf.stack([tf.not_equal(length, size) for length in lengths]))
+    needed = tf.logical_and(
+        others, tf.logical_and(start < end, tf.equal(_replicas.read(checked), 0))
+    )
+    names: List[str] = []
 
     def compare() -> List[Any]:
-        with without_dropout():
-            of_cut, seeds = outcome(micro_batches.taken(start, end, length))
-            of_whole, _ = outcome(micro_batches.taken(start, end, None))
-        names[:] = list(of_cut)
-        # Other random numbers cannot be switched off, and so nothing can be compared.
-        return [tf.logical_or(seeds, _equal(of_cut[n], of_whole[n], coarse)) for n in of_cut]
+        equal: Dict[str, List[Any]] = {}
+        for outcome in trial.outcomes:
+            # One trace, for all lengths.
+            run = outcome if tf.executing_eagerly() else tf.function(outcome, autograph=False)
+            with without_dropout():
+                of_whole = run(micro_batches.taken(start, end, _unknown(size)))
+                for length in lengths:
+                    of_cut = run(micro_batches.taken(start, end, _unknown(length)))
+                    for name, values in of_whole.items():
+                        close = _close(values, of_cut[name], trial.coarse)
+                        equal.setdefault(name, []).append(close)
+        if trial.drew():
+            message = _length_checks.NOT_COMPARED
+            _checks.warn_once(trial.owner, message)
+            return []
+        names[:] = list(equal)
+        return [tf.reduce_all(tf.stack(each)) for each in equal.values()]
 
-    names: List[str] = []
     if tf.executing_eagerly():
         equal = compare() if bool(needed) else []
         for name, is_equal in zip(names, equal):
@@ -59,54 +81,83 @@ def check(
         # The names are known once the comparison has been traced.
         equal = tf.cond(needed, compare, lambda: [tf.constant(True)] * len(names))
         asserts = [
-            tf.debugging.Assert(e, [_length_checks.depends_on_padding(n)])
-            for n, e in zip(names, equal)
+            tf.debugging.Assert(is_equal, [_length_checks.depends_on_padding(name)])
+            for name, is_equal in zip(names, tf.nest.flatten(equal))
         ]
     with tf.control_dependencies(asserts):
         checked.assign(tf.where(needed, 1, _replicas.read(checked)))
         micro_batches.order = tf.identity(micro_batches.order)
 
 
-_known: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_known: "weakref.WeakKeyDictionary[Any, Set[Any]]" = weakref.WeakKeyDictionary()
 
 
-def check_once(function: Any, micro_batches: _lengths.ByLength, outcome: Any) -> None:
-    """Checks what a function of a user comes to, once for each; in a graph, once for each trace."""
-    key = getattr(function, "__code__", function)  # A lambda may be made anew for each call.
-    if tf.executing_eagerly() and key in _known:
+def check_once(
+    function: Any, variables: List[Any], micro_batches: _lengths.ByLength, trial: Trial
+) -> None:
+    """Checks a function of a user, once for its variables; in a graph, once for each trace."""
+    # A lambda may be made anew for each call, a closure for each model.
+    code = getattr(function, "__code__", function)
+    key = (micro_batches.sequences.axis, *map(id, variables))
+    if tf.executing_eagerly() and key in _known.get(code, ()):
         return
     checked = _replicas.variable(None, [], tf.int32, "padding_checked")
     if not tf.executing_eagerly():
         # Functions refer to variables, but do not keep them.
         tf.compat.v1.add_to_collection("macrobatch", checked)
-    check(micro_batches, outcome, checked, coarse=low_precision([]))
+    check(micro_batches, trial, checked)
     if tf.executing_eagerly() and int(checked):
-        _known.add(key)
+        _known.setdefault(code, set()).add(key)
 
 
-def _shortest(micro_batches: _lengths.ByLength) -> Any:
+@contextlib.contextmanager
+def explained() -> Iterator[None]:
+    """Lets what a graph refuses be the error that it is in eager mode."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        refusals = [line for line in error.message.splitlines() if _length_checks.REFUSAL in line]
+        if not refusals:
+            raise
+        message = refusals[0].partition("assertion failed: [")[2].rpartition("]")[0]
+        raise ValueError(message.replace("\\'", "'")) from None
+
+
+def gradients(tape: tf.GradientTape, loss: Any, variables: List[Any]) -> List[Any]:
+    """The gradients of a loss, of those that have any; of rows of a table, their sum."""
+    found = [gradient for gradient in tape.gradient(loss, variables) if gradient is not None]
+    return [tf.reduce_sum(g.values, 0) if isinstance(g, tf.IndexedSlices) else g for g in found]
+
+
+def _shortest(micro_batches: _lengths.ByLength) -> Tuple[Any, Any, List[Any], Any]:
     """Which examples to compare: as many of the shortest as can be in memory whole.
 
-    Their places in the order, their length, and the size of the sequences they are in.
+    Their places in the order, the lengths to which they are cut, and that of the whole.
     """
     examples, size = micro_batches.examples, micro_batches.sequences.size
     start = tf.maximum(examples - micro_batches.examples_at(size), 0)
-    return start, examples, micro_batches.lengths[start], size
+    return start, examples, [micro_batches.lengths[start], *micro_batches.longer()], size
 
 
-def _equal(some: List[Any], others: List[Any], coarse: bool) -> Any:
-    close = [_close(*pair, coarse=coarse) for pair in zip(some, others)]
-    return tf.reduce_all(tf.stack([tf.constant(True), *close]))
+def _unknown(length: Any) -> Any:
+    """A length that a trace does not know."""
+    return length if tf.executing_eagerly() else tf.compat.v1.placeholder_with_default(length, [])
 
 
-def _close(one: Any, other: Any, coarse: bool) -> Any:
-    if one.dtype.is_integer or one.dtype.is_bool:
-        return tf.reduce_all(tf.equal(one, other))
-    tolerance = COARSE if coarse else TOLERANCES.get(one.dtype.name, COARSE)
-    size = tf.maximum(tf.abs(one), tf.abs(other)) + 0.01
-    # What is not finite is no matter of padding.
-    distance = tf.where(tf.math.is_finite(one - other), tf.abs(one - other), tf.zeros_like(one))
-    return tf.reduce_all(distance <= tolerance * size)
+def _close(some: List[Any], others: List[Any], coarse: bool) -> Any:
+    """Whether values are the same but for rounding."""
+    close = [tf.constant(True)]
+    for one, other in zip(some, others):
+        if not one.dtype.is_floating:
+            close.append(tf.reduce_all(tf.equal(one, other)))
+            continue
+        tolerance = COARSE if coarse else TOLERANCES.get(one.dtype.name, COARSE)
+        finite = tf.math.is_finite(one)
+        close.append(tf.reduce_all(tf.equal(finite, tf.math.is_finite(other))))
+        one, other = (tf.where(finite, value, tf.zeros_like(value)) for value in (one, other))
+        size = tf.reduce_max(tf.maximum(tf.abs(one), tf.abs(other))) + 0.01
+        close.append(tf.reduce_all(tf.abs(one - other) <= tolerance * size))
+    return tf.reduce_all(tf.stack(close))
 
 
 # Lets Keras' dropout keep everything: shorter sequences would draw other masks. All layers drop
@@ -125,15 +176,12 @@ def _reduce_whole(
     if reduce_fn is not keras.ops.mean:
         return reduce(values, sample_weight, reduce_fn, dtype)
     part = 1.0 if positions is None else kept(tf.cast(positions, dtype))
-    if _is_whole(part):
-        _length_checks.metric_has_weights(_is_whole(kept(tf.cast(values, dtype))))
-    values, weights = reduce(values, sample_weight, reduce_fn, dtype)
-    return (values, weights) if _is_whole(part) else (values * part, weights * part)
-
-
-def _is_whole(part: Any) -> bool:
-    """Whether nothing was cut off, as far as can be known before a graph runs."""
-    return isinstance(part, float) or (tf.executing_eagerly() and float(part) == 1.0)
+    if not isinstance(part, float):
+        values, weights = reduce(values, sample_weight, reduce_fn, dtype)
+        return values * part, weights * part
+    if not tf.executing_eagerly():  # There, sizes do not tell what they are the size of.
+        _length_checks.metric_has_weights(isinstance(kept(tf.cast(values, dtype)), float))
+    return reduce(values, sample_weight, reduce_fn, dtype)
 
 
 # Lets metrics weigh each example as if its sequences had not been cut. Keras takes the mean over

@@ -99,11 +99,6 @@ class Written:
         moments = [_batch_norm.nothing(layer) for layer in self.pooled]
         return State(read(self.carried), moments)
 
-    def seeds(self, state: State) -> List[Any]:
-        """The values in a state that random numbers are drawn from."""
-        carried = zip(self.carried, state.carried)
-        return [value for variable, value in carried if is_seed(variable)]
-
     def scope(self, state: State) -> Scope:
         """A scope in which the carried variables have these values."""
         return Scope(zip(self.carried, state.carried))
@@ -140,10 +135,12 @@ class Function:
 
     Attributes:
         written: what it writes.
+        drew: whether random numbers were drawn from Keras' seeds in the last call.
     """
 
     def __init__(self, function: Callable[[Any], Any], trained: Iterable[Any]):
         self.written = Written()
+        self.drew = False
         self._trained = list(trained)
         self._function = function
 
@@ -161,6 +158,7 @@ class Function:
         result, scope, calls_of = _run(
             lambda: self._function(micro_batch), lambda: self.written.scope(state)
         )
+        self.drew = any(map(is_seed, scope.written.values()))
         if tf.executing_eagerly():
             self._learn(scope, calls_of)
         return result, self.written.after(state, scope, calls_of)
@@ -212,12 +210,6 @@ def converted(function: Callable[[Any], Any], conversion: Any) -> Callable[[Any]
 def read(variables: Iterable[Any]) -> List[Any]:
     """The values of variables."""
     return [tf.convert_to_tensor(variable.value) for variable in variables]
-
-
-def differ(before: List[Any], after: List[Any]) -> Any:
-    """Whether any of some values has changed, as a scalar tensor."""
-    changed = [tf.reduce_any(tf.not_equal(*pair)) for pair in zip(before, after)]
-    return tf.reduce_any(tf.stack([tf.constant(len(after) > len(before)), *changed]))
 
 
 def shared(variables: List[Any], values: List[Any], whole: bool = False) -> List[Any]:
