@@ -8,7 +8,7 @@ from keras import layers, losses, optimizers
 from support import MODES, DensePlain, assert_same, assert_same_history, build_pair, check
 
 import macrobatch
-from macrobatch import _losses
+from macrobatch import _loop, _losses
 
 modes = pytest.mark.parametrize("mode", list(MODES))
 REDUCTIONS = ["sum_over_batch_size", "mean", "mean_with_sample_weight", "sum"]
@@ -854,3 +854,12 @@ def test_a_loss_scale_and_a_regularizer():
         data(N, 2, seed=1),
         optimizer=OPTIMIZERS["loss_scale"],
     )
+
+
+def test_sums_that_are_large(monkeypatch):
+    """Then they start with the gradients of the first micro-batch, outside of the loop."""
+    monkeypatch.setattr(_loop, "LARGE_SUMS", 0)
+    x = np.random.default_rng(0).integers(0, 6, [21, 5]) * (
+        np.arange(5) < np.arange(21)[:, None] % 6
+    )
+    check(tagger, x, x % 3, loss="sparse_categorical_crossentropy", metrics=["accuracy"])

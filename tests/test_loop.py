@@ -28,10 +28,12 @@ def run(mode, x, table, size, signature=None):
     return tf.function(whole, signature, jit_compile=mode == "compiled")(x)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
+@pytest.mark.parametrize("mode", ["eager", "graph", "large sums", "compiled"])
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(("size", "count", "last"), [(2, 4, 6), (3, 3, 6), (7, 1, 21), (9, 1, 21)])
-def test_the_loop(mode, known, size, count, last):
+def test_the_loop(mode, known, size, count, last, monkeypatch):
+    if mode == "large sums":  # then the first micro-batch is outside of the loop
+        monkeypatch.setattr(_loop, "LARGE_SUMS", 0)
     x = tf.constant([0, 1, 2, 3, 4, 5, 6])
     signature = None if known else [tf.TensorSpec([None], tf.int32)]
     table = tf.reshape(tf.range(40.0), [20, 2])

@@ -91,6 +91,12 @@ def are_finite(gradients: Sequence[Any]) -> Any:
     return tf.reduce_all(tf.stack([tf.constant(True), *finite]))
 
 
+def dense_bytes(gradients: Sequence[Any]) -> int:
+    """How large the dense ones of these gradients are together."""
+    dense_ones = [g for g in gradients if isinstance(g, tf.Tensor) and g.shape.is_fully_defined()]
+    return sum(g.shape.num_elements() * g.dtype.size for g in dense_ones)
+
+
 def start(gradient: Any, count: Any, may_be_dense: bool = True) -> Any:
     """The empty sum of `count` gradients like this one, for a loop in a graph."""
     if not isinstance(gradient, tf.IndexedSlices):
