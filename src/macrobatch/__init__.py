@@ -2,7 +2,7 @@
 
 The data flow, and the order in which the package reads:
 
-    batch -> micro-batches            _split
+    batch -> micro-batches            _split; by length: _lengths, _padding
     -> loss terms                     _losses
     -> Keras variables as values      _stateless, _batch_norm
     -> model and loss as a function   _model
@@ -12,9 +12,10 @@ The data flow, and the order in which the package reads:
                                       value_and_gradients: _gradients, and the update is yours
                                       GradientAccumulator: _window, _accumulator
 
-What users pass is checked in _checks, for replicas in _replica_checks, and for GradientAccumulator
-in _window_checks. What several workers need besides is in _cluster; cli starts them on one machine,
-each of them in _worker.
+What users pass is checked in _checks, for sequences in _length_checks, for replicas in
+_replica_checks, and for GradientAccumulator in _window_checks. Private functions of Keras are
+replaced for a while with _patch. What several workers need besides is in _cluster; cli starts them
+on one machine, each of them in _worker.
 """
 
 import importlib

@@ -1,7 +1,7 @@
 """Private functions of Keras that do something else inside of a context, and for its thread only.
 
 Those that macrobatch replaces are used by all of Keras and have no public name; each is named in
-one room, with the reason, and tests/test_patches.py notices if one goes.
+one room, with the reason, and a test notices if one goes.
 """
 
 import contextlib
