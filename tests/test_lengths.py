@@ -27,7 +27,9 @@ def selected(name, parameters, thorough):
     if thorough:
         return True
     if name in ("test_masked_tokens", "test_batches_padded_to_their_own_longest"):
-        return (mode, cut) in (("graph", "size"), ("eager", "tokens"), ("compiled", "tokens"))
+        compiled = "test_batches_padded_to_their_own_longest"  # which is the harder one
+        some = [("graph", "size"), ("eager", "tokens")]
+        return (mode, cut) in [*some, *([("compiled", "tokens")] if name == compiled else [])]
     if name == "test_replicas":
         return (parameters["build"] is tagger) == (cut == "tokens")
     if name == "test_weights_of_tokens":
@@ -162,14 +164,13 @@ class Translator(keras.Model):
         super().__init__()
         self.source = layers.Embedding(VOCABULARY, 4, mask_zero=True)
         self.target = layers.Embedding(VOCABULARY, 4, mask_zero=True)
-        self.encoder, self.decoder = layers.LSTM(3), layers.LSTM(4, return_sequences=True)
+        self.encoder, self.decoder = layers.GlobalAveragePooling1D(), layers.Dense(4, "tanh")
         self.per_token, self.per_example = layers.Dense(CLASSES), layers.Dense(1)
-        self.start = layers.Dense(4)
 
     def call(self, inputs):
         encoded = self.encoder(self.source(inputs["source"]))
-        state = self.start(encoded) + inputs["features"][:, :4]
-        decoded = self.decoder(self.target(inputs["target"]), initial_state=[state, state])
+        state = encoded + inputs["features"][:, :4]
+        decoded = self.decoder(self.target(inputs["target"]) + state[:, None])
         return {"tokens": self.per_token(decoded), "score": self.per_example(encoded)}
 
 
@@ -214,7 +215,7 @@ def test_lengths_of_real_numbers():
 
     def build():
         frames = keras.Input([None, 2])
-        x = layers.LSTM(3)(layers.Masking()(frames))
+        x = layers.GlobalAveragePooling1D()(layers.Masking()(frames))
         return keras.Model(frames, layers.Dense(1)(x))
 
     def lengths(x, y, sample_weight):
@@ -228,7 +229,8 @@ def test_a_model_that_is_not_built_is_built_for_any_length():
 
     def build():
         embedding = layers.Embedding(VOCABULARY, 4, mask_zero=True)
-        return keras.Sequential([embedding, layers.LSTM(3), layers.Dense(CLASSES)])
+        pooling = layers.GlobalAveragePooling1D()
+        return keras.Sequential([embedding, pooling, layers.Dense(CLASSES)])
 
     _, model = check(build, x, y[:, 0], cut=CUTS["size"], loss=lambda: crossentropy())
     assert model.predict(x[:2, :4], verbose=0).shape == (2, CLASSES)
@@ -644,7 +646,8 @@ def test_values_that_happen_to_be_as_many_as_positions():
 
     def build():
         tokens = keras.Input([None], dtype="int32")
-        x = layers.LSTM(3)(layers.Embedding(VOCABULARY, 4, mask_zero=True)(tokens))
+        x = layers.Embedding(VOCABULARY, 3, mask_zero=True)(tokens)
+        x = layers.GlobalAveragePooling1D()(x)
         return keras.Model(tokens, layers.Reshape([3, 1])(x))
 
     x, _, _ = tokens_of()
