@@ -290,7 +290,7 @@ class _Accumulation:
             return _loop.Part(counts, carried)
 
         carried = function.written.start().carried
-        counts = self._sum(count, carried, function, micro_batches).gradients
+        counts = self._sum(count, carried, function, micro_batches.to_count()).gradients
         examples, weight, *terms = _replicas.total_counts([examples, *counts])
         return Denominators(examples, weight, terms)
 
