@@ -192,6 +192,36 @@ def test_several_inputs_and_outputs():
     check(Translator, inputs, labels, **how)
 
 
+class Unmasked(layers.Layer):
+    """Passes no mask on."""
+
+    supports_masking = True
+
+    def call(self, x):
+        return x * 1.0
+
+    def compute_mask(self, inputs, mask=None):
+        return None
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_an_output_with_a_mask_beside_one_with_weights(mode):
+    """Tokens of one term are counted beforehand; the other is divided by all positions."""
+
+    def build():
+        tokens = keras.Input([None], dtype="int32")
+        x = layers.Embedding(VOCABULARY, 4, mask_zero=True)(tokens)
+        unmasked = layers.Dense(CLASSES)(Unmasked()(x))
+        outputs = {"a": layers.Dense(CLASSES)(x), "b": unmasked}
+        return keras.Model(tokens, outputs)
+
+    x, y, real = tokens_of()
+    losses = {"a": crossentropy(), "b": crossentropy()}
+    how = {"cut": CUTS["size"], "loss": losses, **MODES[mode]}
+    weights = {"a": real * 0.5, "b": real * (np.arange(len(x))[:, None] % 3)}
+    check(build, x, {"a": y, "b": y}, fit={"sample_weight": weights}, **how)
+
+
 def test_an_input_that_is_as_large_as_sequences_but_fixed():
     tokens = keras.Input([None], dtype="int32", name="tokens")
     features = keras.Input([POSITIONS], name="features")

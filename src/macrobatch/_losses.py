@@ -153,9 +153,11 @@ class Terms:
     def _kept_of(self, weights: Any) -> Any:
         """What part of the positions there is, where some were cut off that had no weight.
 
-        Without weights for positions all of them count, and none could be cut off.
+        Without weights for positions all of them count, and none could be cut off. Where
+        denominators are counted, they are those of whole sequences.
         """
-        return 1.0 if self._kept is None or weights is None else self._kept(weights)
+        counting = self._whole is None
+        return 1.0 if counting or self._kept is None or weights is None else self._kept(weights)
 
     def _checked(self, value: Any, values: Any) -> Any:
         """The value of a mean, once its values are known to be as many as there are examples."""
