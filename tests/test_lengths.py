@@ -652,7 +652,9 @@ def test_another_loss_is_tried_again():
 def test_labels_that_are_made_longer():
     """A compiled step pads sequences of unknown size with 0, which here is a class."""
     x, y, _ = tokens_of()
-    dataset = tf.data.Dataset.from_tensor_slices((x, y, lengths_of(len(x))))
+    ends = lengths_of(len(x))
+    ends[0] = 10  # then the batch is 10 wide, and padded to 12
+    dataset = tf.data.Dataset.from_tensor_slices((x, y, ends))
     dataset = dataset.map(lambda x, y, n: (x[:n], y[:n]))
     dataset = dataset.padded_batch(
         8, padding_values=(tf.constant(0, x.dtype), tf.constant(-1, y.dtype))
