@@ -81,6 +81,28 @@ def test_release_restores_the_plain_step():
     assert_same(plain, released)
 
 
+@pytest.mark.parametrize("cut", [{"micro_batch_size": 3}, {"micro_batch_tokens": 9}])
+def test_tokens_are_counted_without_predictions(cut):
+    """Also where shapes are not known, which makes TensorFlow assert those of predictions."""
+    sizes = Sizes()
+    sizes.supports_masking = True
+    tokens = keras.Input([None], dtype="int32")
+    masked = layers.Embedding(9, 4, mask_zero=True)(tokens)
+    model = keras.Model(tokens, layers.Dense(5)(sizes(masked)))
+    model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    axis = 1 if "micro_batch_tokens" in cut else None
+    macrobatch.accumulate(model, sequence_axis=axis, **cut)
+    specs = tf.TensorSpec([None, None], tf.int32)
+    x = np.array([[1, 2, 3], [1, 0, 0], [2, 0, 0], [5, 6, 0], [7, 0, 0], [1, 2, 0], [3, 0, 0]])
+    batches = tf.data.Dataset.from_generator(
+        lambda: [(x, x % 5)], output_signature=(specs, specs)
+    ).apply(tf.data.experimental.assert_cardinality(1))
+    model.fit(batches, shuffle=False, verbose=0)  # tries whether predictions depend on padding
+    sizes.seen.clear()
+    model.fit(batches, shuffle=False, verbose=0)
+    assert sizes.seen == ([3, 3, 1] if axis is None else [3, 4])
+
+
 def test_recompiling_keeps_accumulating():
     def twice(model):
         model.compile(optimizers.Adam(0.01), "mae")

@@ -21,14 +21,15 @@ def run(mode, x, table, size, signature=None):
     def whole(x):
         examples = _split.examples_in(x)
         micro_batches = _split.MicroBatches(x, examples, size)
-        return _loop.sum_over_micro_batches(step, micro_batches, tf.constant(0))
+        pruned = mode == "pruned"
+        return _loop.sum_over_micro_batches(step, micro_batches, tf.constant(0), pruned=pruned)
 
     if mode == "eager":
         return whole(x)
     return tf.function(whole, signature, jit_compile=mode == "compiled")(x)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph", "large sums", "compiled"])
+@pytest.mark.parametrize("mode", ["eager", "graph", "pruned", "large sums", "compiled"])
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(("size", "count", "last"), [(2, 4, 6), (3, 3, 6), (7, 1, 21), (9, 1, 21)])
 def test_the_loop(mode, known, size, count, last, monkeypatch):

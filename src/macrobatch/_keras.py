@@ -267,13 +267,18 @@ class _Accumulation:
         return self.cut.axis is not None and bool(self.model.jit_compile)
 
     def _sum(
-        self, step: _loop.Step, state: Any, function: Any, micro_batches: _split.MicroBatches
+        self,
+        step: _loop.Step,
+        state: Any,
+        function: Any,
+        micro_batches: _split.MicroBatches,
+        pruned: bool = False,
     ) -> _loop.Part:
         synchronized = function.written.synchronized
         if synchronized:
             _length_checks.not_synchronized(self.cut.tokens, synchronized)
         return _loop.sum_over_micro_batches(
-            step, micro_batches, state, synchronized, self._compiles_steps()
+            step, micro_batches, state, synchronized, self._compiles_steps(), pruned
         )
 
     def _whole(self, function: Any, micro_batches: _split.MicroBatches) -> Denominators:
@@ -290,7 +295,7 @@ class _Accumulation:
             return _loop.Part(counts, carried)
 
         carried = function.written.start().carried
-        counts = self._sum(count, carried, function, micro_batches.to_count()).gradients
+        counts = self._sum(count, carried, function, micro_batches, pruned=True).gradients
         examples, weight, *terms = _replicas.total_counts([examples, *counts])
         return Denominators(examples, weight, terms)
 

@@ -187,17 +187,6 @@ class ByLength(_split.MicroBatches):
             return []
         return [_rounded_up(self.sequences.size)]
 
-    def to_count(self) -> _split.MicroBatches:
-        # Where shapes are known, nothing has to be asserted of predictions, so that none is made.
-        # Masks and weights count the same with padding: that has been tried.
-        size, examples = self.sequences.size, self.examples
-        known = isinstance(size, int) and isinstance(examples, int) and examples > 0
-        if not known or self._rounded or tf.executing_eagerly():
-            return self
-        most = min(examples, self._cut.size or max(1, (self._cut.tokens or 0) // max(1, size)))
-        even = next(count for count in range(most, 0, -1) if examples % count == 0)
-        return _split.MicroBatches(self.batch, examples, even)
-
     def examples_at(self, length: Any) -> Any:
         """How many examples make a micro-batch whose longest has this length."""
         if self._cut.tokens is None:

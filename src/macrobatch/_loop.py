@@ -48,6 +48,7 @@ def sum_over_micro_batches(
     state: Any,
     synchronized: Sequence[str] = (),
     jit_compile: bool = False,
+    pruned: bool = False,
 ) -> Part:
     """Runs `step` on each micro-batch and sums the gradients that it returns.
 
@@ -57,6 +58,8 @@ def sum_over_micro_batches(
         state: before the first micro-batch.
         synchronized: the names of layers in which replicas meet. In a loop of a graph they cannot.
         jit_compile: whether XLA compiles the step, and not what is around it.
+        pruned: whether a graph leaves out what the parts of a step do not depend on, although it
+            may fail or write.
 
     Returns:
         The part of the whole batch.
@@ -70,7 +73,7 @@ def sum_over_micro_batches(
         return _run_one_by_one(step, micro_batches, state)
 
     def run_in_graph() -> Part:
-        return _run_in_graph(step, micro_batches, state, jit_compile)
+        return _run_in_graph(step, micro_batches, state, jit_compile, pruned)
 
     if tf.executing_eagerly():  # A replica without examples: only a trace can tell what is summed.
         return tf.function(run_in_graph, autograph=False)()
@@ -141,7 +144,7 @@ def _joined(leaves: List[Any]) -> Any:
 
 
 def _run_in_graph(
-    step: Step, micro_batches: _split.MicroBatches, state: Any, jit_compile: bool
+    step: Step, micro_batches: _split.MicroBatches, state: Any, jit_compile: bool, pruned: bool
 ) -> Part:
     traces = []
 
@@ -159,9 +162,12 @@ def _run_in_graph(
 
     # Tracing the step before the loop tells which gradients are None or sparse, and what shape the
     # rest has; the loop then calls that same trace.
-    traced = tf.function(traced_step, autograph=False, jit_compile=jit_compile or None)
     first = micro_batches.first()
-    traced.get_concrete_function(first, state)
+    if pruned and not _split.in_xla():  # which leaves it out by itself
+        traced = _pruned(traced_step, first, state)
+    else:
+        traced = tf.function(traced_step, autograph=False, jit_compile=jit_compile or None)
+        traced.get_concrete_function(first, state)
     likes, _, latest_like, (aux_like, aux_pieces) = traces[0]
     runs = micro_batches.runs
     count = sum(run.count for run in runs)
@@ -217,6 +223,38 @@ def _run_in_graph(
     aux = [None if leaf is None else next(leaves) for leaf in tf.nest.flatten(aux_like)]
     aux = micro_batches.in_order(tf.nest.pack_sequence_as(aux_like, aux))
     return Part(sums, state, latest, aux)
+
+
+def _pruned(function: Callable[..., Any], *like: Any) -> Callable[..., Any]:
+    """A function traced for arguments like these, without what its values do not depend on.
+
+    A `tf.function` keeps every operation that may fail. Where shapes are not known, TensorFlow
+    asserts them of predictions, which would be made for the sake of it.
+    """
+    results: List[Any] = []
+
+    def of_tensors(*tensors: Any) -> Any:
+        results.append(function(*_packed(like, tensors)))
+        return _tensors(results[0])
+
+    signature = [tf.TensorSpec.from_tensor(tensor) for tensor in _tensors(like)]
+    traced = tf.compat.v1.wrap_function(of_tensors, signature)
+    pruned = traced.prune(traced.inputs, traced.outputs)
+    return lambda *arguments: _packed(results[0], pruned(*_tensors(arguments)))
+
+
+def _tensors(nest: Any) -> List[Any]:
+    """The dense tensors of a nest with None, ragged and sparse tensors in it."""
+    leaves = tf.nest.flatten(nest, expand_composites=True)
+    return [leaf for leaf in leaves if leaf is not None]
+
+
+def _packed(like: Any, tensors: Sequence[Any]) -> Any:
+    """A nest like another one, with these dense tensors."""
+    remaining = iter(tensors)
+    leaves = tf.nest.flatten(like, expand_composites=True)
+    leaves = [None if leaf is None else next(remaining) for leaf in leaves]
+    return tf.nest.pack_sequence_as(like, leaves, expand_composites=True)
 
 
 def _array(run: _split.Run, like: Any) -> tf.TensorArray:

@@ -147,10 +147,6 @@ class MicroBatches:
             index = tf.compat.v1.placeholder_with_default(0, [])
         return self.get(self.runs[0], index)
 
-    def to_count(self) -> "MicroBatches":
-        """The same examples, cut so that what does not depend on predictions costs least."""
-        return self
-
     def length_of(self, micro_batch: Any) -> Any:
         """The length to which the sequences of a micro-batch are cut, if they are."""
         return None
