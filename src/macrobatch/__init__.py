@@ -2,15 +2,17 @@
 
 The data flow, and the order in which the package reads:
 
-    batch -> micro-batches            _split; by length: _lengths, _padding
+    batch -> micro-batches            _split; by length: _sequences, _lengths, _padding
     -> loss terms                     _losses
     -> Keras variables as values      _stateless, _batch_norm
     -> model and loss as a function   _model
     -> gradients, weighted sum        _loop, _sums
     -> one reduction over replicas    _replicas
-    -> one update                     accumulate:          _keras
-                                      value_and_gradients: _gradients, and the update is yours
-                                      GradientAccumulator: _window, _accumulator
+    -> one update                     _update
+
+    accumulate:                       _steps, _keras
+    value_and_gradients:              _gradients, and the update is yours
+    GradientAccumulator:              _window, _accumulator
 
 What users pass is checked in _checks, for sequences in _length_checks, for replicas in
 _replica_checks, and for GradientAccumulator in _window_checks. Private functions of Keras are

@@ -7,7 +7,7 @@ from typing import Any, Callable, List, Optional, Tuple, TypeVar
 
 import tensorflow as tf
 
-from macrobatch import _checks, _replicas, _split, _sums, _window_checks
+from macrobatch import _checks, _replicas, _split, _sums, _update, _window_checks
 from macrobatch._window import ROWS, Window, when
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -88,7 +88,7 @@ class GradientAccumulator(tf.Module):
         self.optimizer = optimizer
         self._weights = [_replicas.tf_variable(variable) for variable in variables]
         # Other optimizers than those of Keras 3 do not know its variables.
-        self._variables = variables if _replicas.is_of_keras_3(optimizer) else self._weights
+        self._variables = variables if _update.is_of_keras_3(optimizer) else self._weights
         self._window = Window(self._variables, self._strategy)
         self._skipped = _replicas.variable(self._strategy, [], tf.float32, "skipped")
         self._build_optimizer()
@@ -267,7 +267,7 @@ class GradientAccumulator(tf.Module):
 
         def update() -> None:
             gradients = self._window.gradients(kinds, factor)
-            _replicas.apply_gradients(self.optimizer, gradients, self._variables)
+            _update.apply_gradients(self.optimizer, gradients, self._variables)
             self._window.clear()
 
         _replicas.run(self._strategy, update)

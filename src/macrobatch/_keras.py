@@ -1,10 +1,8 @@
-"""fit(): a train step and a test step that cut their batch into micro-batches. No arithmetic of
-its own: the loop is in _loop, the loss in _losses, the model as a function in _model.
-"""
+"""accumulate: how the steps of _steps get into a Keras model, and what goes with them in fit()."""
 
 import inspect
 import warnings
-from typing import Any, Callable, Dict, List, Optional, TypeVar
+from typing import Any, Callable, Optional, TypeVar
 
 import keras
 import tensorflow as tf
@@ -14,15 +12,13 @@ from macrobatch import (
     _cluster,
     _length_checks,
     _lengths,
-    _loop,
     _model,
     _padding,
     _replica_checks,
     _replicas,
     _split,
-    _sums,
+    _steps,
 )
-from macrobatch._losses import Denominators
 
 Model = TypeVar("Model")
 
@@ -118,25 +114,17 @@ def release(model: Model) -> Model:
     return model
 
 
-class _Accumulation:
-    """The steps of one model. They are set on the instance, so that its class stays as it is."""
+class _Accumulation(_steps.Steps):
+    """What Keras calls of one model. It is set on the instance, so that its class stays as it is.
+
+    Attributes, beside those of the steps:
+        looked_at: whether the size of the first batch of a fit has been looked at.
+    """
 
     def __init__(
         self, model: Any, cut: _lengths.Cut, micro_batch_weight: Optional[Callable[..., Any]]
     ):
-        self.model = model
-        self.cut = cut
-        self.micro_batch_weight = micro_batch_weight
-        self.strategy = _model.strategy_of(model)
-        # Whether it is known that nothing depends on padding, in testing and in training.
-        self.checked = [
-            _replicas.variable(self.strategy, [], tf.int32, f"padding_checked_{i}", summed=False)
-            for i in range(2)
-        ]
-        # The number of examples in the first batch of a fit, and whether it has been looked at.
-        self.first_batch = _replicas.variable(
-            self.strategy, [], tf.int32, "first_batch", summed=False
-        )
+        super().__init__(model, cut, micro_batch_weight)
         self.looked_at = True
 
     def install(self) -> None:
@@ -166,160 +154,9 @@ class _Accumulation:
     def _forget_traces(self) -> None:
         self.model.train_function = self.model.test_function = None
 
-    def train_step(self, data: Any) -> Dict[str, Any]:
-        """Makes the update that the whole batch would have made; a replica has a part of it."""
-        function, micro_batches, whole = self._prepare(data, training=True)
-        scale = self._loss_scale(function)
-        with tf.GradientTape() as tape:
-            penalty = function.regularization() / _replicas.count()  # this replica's part of it
-            scaled = penalty * scale
-        penalties = tape.gradient(scaled, function.weights)
-
-        def step(micro_batch: Any, state: _model.State) -> Any:
-            with tf.GradientTape() as tape:
-                loss, state, logs = function(micro_batch, state, whole)
-                scaled = loss * tf.cast(scale, loss.dtype)
-            gradients = _loop.gradients_of(tape, scaled, function.weights)
-            return _loop.Part(gradients, state, logs)
-
-        sums, state, logs, _ = self._sum(step, function.start(penalty), function, micro_batches)
-        gradients = [_sums.add(*pair) for pair in zip(sums, penalties)]
-        with _loop.after((gradients, state, logs)):
-            logs = function.finish(state, logs, micro_batches.examples)
-            self._remember(whole.examples)
-            self._update(function.trained, gradients)
-        return _replicas.for_reduction(logs)
-
-    def test_step(self, data: Any) -> Dict[str, Any]:
-        """Reports the loss and the metrics of the whole batch."""
-        function, micro_batches, whole = self._prepare(data, training=False)
-
-        def step(micro_batch: Any, state: _model.State) -> Any:
-            _, state, logs = function(micro_batch, state, whole)
-            return _loop.Part([], state, logs)
-
-        start = function.start(function.regularization() / _replicas.count())
-        _, state, logs, _ = self._sum(step, start, function, micro_batches)
-        with _loop.after((state, logs)):
-            logs = function.finish(state, logs, micro_batches.examples)
-        return _replicas.for_reduction(logs)
-
     def own_test_step(self, data: Any) -> Any:
         """The model's own, whose logs Keras would not reduce over workers."""
         return _replicas.for_reduction(type(self.model).test_step(self.model, data))
-
-    def _prepare(self, data: Any, training: bool) -> Any:
-        """The model as a function, this replica's micro-batches, and the denominators of the whole
-        batch.
-        """
-        model = self.model
-        self._check_scope()
-        _checks.optimizer(model.optimizer)
-        _checks.splittable_layers(_model.layers_of(model))
-        batch = _split.to_tensors(keras.utils.unpack_x_y_sample_weight(data))
-        examples = _split.examples_in(batch, may_be_empty=_replicas.in_several())
-        if self.cut.axis is None:
-            micro_batches = self.cut.apply(batch, examples)
-            first = micro_batches.first()
-            function = _model.ModelFunction(model, first, training, self.micro_batch_weight)
-        else:
-            x, _, sample_weight = batch
-            fixed = _model.fixed_inputs(model, x, self.cut.axis)
-            micro_batches = self.cut.apply(
-                batch, examples, batch, x, sample_weight, fixed, rounded=self._compiles_steps()
-            )
-            assert isinstance(micro_batches, _lengths.ByLength)
-            function = self._function_of_sequences(micro_batches, training)
-        _checks.no_overwriting_variables(function.trained)
-        for message in function.inexact:
-            _checks.warn_once(model, message)
-        return function, micro_batches, self._whole(function, micro_batches)
-
-    def _function_of_sequences(self, micro_batches: _lengths.ByLength, training: bool) -> Any:
-        """The model as a function of micro-batches that are cut shorter, once it is known that
-        they may be.
-        """
-        model = self.model
-
-        def function(like: Any) -> Any:
-            return _model.ModelFunction(
-                model, like, training, self.micro_batch_weight, micro_batches.kept
-            )
-
-        if not _model.is_built(model):
-            try:  # what Keras builds from a length, it takes no other length for
-                function(micro_batches.whole(any_length=True))
-            except Exception:
-                function(micro_batches.whole())
-        try:
-            found = function(micro_batches.shorter())
-        except Exception as error:
-            function(micro_batches.whole())  # raises what has nothing to do with lengths
-            raise ValueError(_length_checks.cannot_be_shorter(self.cut.axis, error)) from error
-        _padding.check(micro_batches, found.trial(), self.checked[training])
-        return found
-
-    def _compiles_steps(self) -> bool:
-        """Whether XLA compiles the steps of the loop, not the train step as a whole.
-
-        Shapes inside of what it compiles cannot depend on data, as lengths do.
-        """
-        return self.cut.axis is not None and bool(self.model.jit_compile)
-
-    def _sum(
-        self,
-        step: _loop.Step,
-        state: Any,
-        function: Any,
-        micro_batches: _split.MicroBatches,
-        pruned: bool = False,
-    ) -> _loop.Part:
-        synchronized = function.written.synchronized
-        if synchronized:
-            _length_checks.not_synchronized(self.cut.tokens, synchronized)
-        return _loop.sum_over_micro_batches(
-            step, micro_batches, state, synchronized, self._compiles_steps(), pruned
-        )
-
-    def _whole(self, function: Any, micro_batches: _split.MicroBatches) -> Denominators:
-        """The denominators of the whole batch: the sums of those of its micro-batches."""
-        examples = micro_batches.examples
-        if not function.counted:  # Then they are numbers of examples.
-            (examples,) = _replicas.total_counts([examples])
-            return Denominators(examples, examples, [examples] * function.terms)
-
-        def count(micro_batch: Any, carried: Any) -> Any:
-            part, carried = function.denominators(micro_batch, carried)
-            counts = [part.weight, *part.terms]
-            counts = [d if d is None else tf.cast(d, keras.config.floatx()) for d in counts]
-            return _loop.Part(counts, carried)
-
-        carried = function.written.start().carried
-        counts = self._sum(count, carried, function, micro_batches, pruned=True).gradients
-        examples, weight, *terms = _replicas.total_counts([examples, *counts])
-        return Denominators(examples, weight, terms)
-
-    def _loss_scale(self, function: Any) -> Any:
-        optimizer = self.model.optimizer
-        if function.trained and not optimizer.built:
-            # A loss scale is a constant before, and a variable after the optimizer is built.
-            with tf.init_scope():
-                optimizer.build(function.trained)
-            _checks.optimizer(optimizer)  # a MultiOptimizer knows its parts only now
-        return optimizer.scale_loss(tf.ones([], keras.config.floatx()))
-
-    def _update(self, variables: List[Any], gradients: List[Any]) -> None:
-        if not variables:
-            warnings.warn("The model does not have any trainable weights.", stacklevel=2)
-            return
-
-        def update(gradients: List[Any]) -> None:
-            _replicas.apply_gradients(self.model.optimizer, gradients, variables)
-
-        if self._compiles_steps():
-            tf.function(update, autograph=False, jit_compile=True)(gradients)
-        else:
-            update(gradients)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras', on one of the workers of a cluster."""
@@ -336,7 +173,7 @@ class _Accumulation:
         """Makes all variables. In replicas, which come next, it would be too late."""
         model, strategy = self.model, self.strategy
         _replica_checks.fits_replicas(model, strategy)
-        self._check_scope()
+        self.check_scope()
         if iterator is not None and _replicas.has_several_workers(strategy):
             _cluster.check_length(iterator.data_adapter.get_tf_dataset())
         with strategy.scope():
@@ -364,9 +201,6 @@ class _Accumulation:
             if iterator is not None:
                 data_batch = next(next(batches for *_, batches in iterator))
             run(_split.to_tensors(_replicas.first_part(self.strategy, data_batch)))
-
-    def _check_scope(self) -> None:
-        _replicas.check_scope(_replicas.strategy_of(_model.all_variables(self.model)))
 
     def make_train_function(self, force: bool = False) -> Any:
         """As Keras', which calls it once at the start of a fit; also looks at the first batch."""
@@ -413,7 +247,7 @@ class _Accumulation:
         """Lets Keras make a function, which it compiles as a whole unless its steps are."""
         model = self.model
         before = model.jit_compile
-        if self._compiles_steps():
+        if self.compiles_steps():
             model.jit_compile = False
         try:
             getattr(type(model), name)(model, force=force)
@@ -426,8 +260,3 @@ class _Accumulation:
         if self.strategy is None or isinstance(iterator, kinds):
             return iterator
         return (_replicas.shared_out(self.strategy, batch) for batch in iterator)
-
-    def _remember(self, examples: Any) -> None:
-        # How large the first batch is may be known in the graph only.
-        first = _replicas.read(self.first_batch)
-        self.first_batch.assign(tf.where(first > 0, first, tf.cast(examples, first.dtype)))

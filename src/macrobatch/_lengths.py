@@ -9,11 +9,12 @@ Order inside a batch is free, and padding that nothing depends on need not be co
 Whether nothing does depend on it is found out in _padding.
 """
 
-from typing import Any, Callable, Iterable, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence
 
 import tensorflow as tf
 
 from macrobatch import _length_checks, _split
+from macrobatch._sequences import Sequences, padded, size_along
 
 # XLA compiles for each shape, so lengths are rounded up to one of these: by a fifth on average.
 BUCKETS = [size for power in range(3, 30) for size in (2**power, 3 * 2 ** (power - 1))]
@@ -65,84 +66,6 @@ class Cut(NamedTuple):
         else:
             lengths = _given_lengths(self.lengths(*of), examples)
         return ByLength(batch, examples, sequences, lengths, self, rounded)
-
-
-class Sequences:
-    """What of a batch are sequences along an axis, padded or ragged.
-
-    They all have one size along that axis: that of the largest integer input, or, where there is
-    none, sample weight, or any input. What has another size is none.
-
-    Attributes:
-        axis: the axis.
-        size: their size along it: an int where it is known, else a scalar tensor.
-        shares: for each tensor of the batch, whether it is one: a bool, or a scalar tensor.
-    """
-
-    def __init__(self, axis: int, batch: Any, x: Any, weights: Any, fixed: Sequence[Any]):
-        self.axis = axis
-
-        def along_axis(nest: Any, kind: Any) -> List[Any]:
-            leaves = [leaf for leaf in tf.nest.flatten(nest) if isinstance(leaf, kind)]
-            leaves = [leaf for leaf in leaves if not _is_among(leaf, fixed)]
-            return [leaf for leaf in leaves if len(leaf.shape) > axis]
-
-        self._ragged = along_axis(x, tf.RaggedTensor)
-        dense = along_axis(x, tf.Tensor)
-        self._integers = [leaf for leaf in dense if leaf.dtype.is_integer]
-        self._weights = along_axis(weights, tf.Tensor)
-        likely = self._integers or self._weights or dense
-        _length_checks.has_sequences([*likely, *self._ragged], axis, batch)
-        sizes = [size_along(axis, leaf) for leaf in likely]
-        # Where some sizes are not known before the batch is there, those are the sequences'.
-        unknown = [size for size in sizes if not isinstance(size, int)]
-        self.size = tf.reduce_max(tf.stack(unknown)) if unknown else max(sizes, default=1)
-        self._cuttable = along_axis(batch, (tf.Tensor, tf.SparseTensor))
-        self._likely = likely if len(unknown) == 1 else []
-        self.shares = [self._is_sequence(leaf) for leaf in tf.nest.flatten(batch)]
-
-    def _is_sequence(self, leaf: Any) -> Any:
-        if not _is_among(leaf, self._cuttable):
-            return False
-        size = leaf.shape[self.axis]
-        if isinstance(size, int) or isinstance(leaf, tf.SparseTensor):
-            # A size that is known although that of sequences is not, is not that size.
-            return isinstance(self.size, int) and size == self.size
-        return _is_among(leaf, self._likely) or tf.equal(size_along(self.axis, leaf), self.size)
-
-    def lengths(self) -> Any:
-        """For each example, the last position where anything is not 0."""
-        telling = [*self._integers, *self._weights]
-        _length_checks.has_lengths([*telling, *self._ragged], self.axis)
-        found = [_row_lengths(self.axis, leaf) for leaf in self._ragged]
-        for leaf in telling:
-            shares = self._is_sequence(leaf)
-            if shares is not False:
-                found.append(tf.where(shares, _last_position(self.axis, leaf), 0))
-        return tf.reduce_max(tf.stack(found), 0)
-
-    def cut(self, leaf: Any, shares: Any, length: Any, exactly: bool) -> Any:
-        """A leaf of some examples, without what is behind that length.
-
-        If `exactly`, and its own size is not known, it is as long in any case.
-        """
-        if shares is False or isinstance(leaf, tf.RaggedTensor):
-            return leaf
-        if isinstance(leaf, tf.SparseTensor):
-            shape = leaf.dense_shape
-            is_axis = tf.equal(tf.range(len(leaf.shape)), self.axis)
-            shape = tf.where(is_axis, tf.minimum(tf.cast(length, shape.dtype), shape), shape)
-            piece = tf.sparse.slice(leaf, tf.zeros_like(shape), shape)
-            known = leaf.shape.as_list()
-            known[self.axis] = None
-            piece.set_shape(known)
-            return piece
-        size = size_along(self.axis, leaf)
-        end = length if shares is True else tf.where(shares, length, size)
-        piece = leaf[(slice(None),) * self.axis + (slice(end),)]
-        if exactly and not isinstance(size, int):
-            piece = _padded(piece, self.axis, tf.maximum(end, size_along(self.axis, piece)))
-        return piece
 
 
 class ByLength(_split.MicroBatches):
@@ -317,7 +240,7 @@ class ByLength(_split.MicroBatches):
             # In eager mode some other size may happen to be the length of one micro-batch.
             if all(each is not False for each in is_cut):
                 leaves = [
-                    _padded(leaf, axis, size if cut is True else tf.where(cut, size, own))
+                    padded(leaf, axis, size if cut is True else tf.where(cut, size, own))
                     for leaf, cut, (own, _) in zip(leaves, is_cut, pairs)
                 ]
         return leaves
@@ -354,11 +277,6 @@ def reordered_rows(tensor: tf.SparseTensor, places: Any) -> tf.SparseTensor:
     return moved
 
 
-def size_along(axis: int, leaf: Any) -> Any:
-    """The size of a tensor along an axis: an int where it is known, else a scalar tensor."""
-    return tf.shape(leaf)[axis] if leaf.shape[axis] is None else int(leaf.shape[axis])
-
-
 def _same_size(size: Any, length: Any) -> Any:
     """Whether a size is the length that sequences are cut to, as far as can be known."""
     if isinstance(length, int):
@@ -369,10 +287,6 @@ def _same_size(size: Any, length: Any) -> Any:
 
 def _known(size: Any) -> Optional[int]:
     return size if isinstance(size, int) else None
-
-
-def _is_among(leaf: Any, leaves: Iterable[Any]) -> bool:
-    return any(leaf is each for each in leaves)
 
 
 def _permuted(leaf: Any, rows: Any) -> Any:
@@ -386,32 +300,6 @@ def _given_lengths(lengths: Any, examples: Any) -> Any:
     _length_checks.given_lengths(lengths)
     lengths = tf.cast(lengths, tf.int32)
     return _split.asserted(lengths, tf.size(lengths), examples, _length_checks.ONE_PER_EXAMPLE)
-
-
-def _last_position(axis: int, leaf: Any) -> Any:
-    there = tf.not_equal(leaf, tf.zeros([], leaf.dtype))
-    others = [i for i in range(1, len(leaf.shape)) if i != axis]
-    there = tf.reduce_any(there, others)
-    positions = tf.range(1, tf.shape(there)[1] + 1)
-    return tf.reduce_max(tf.where(there, positions, 0), 1, keepdims=True)[:, 0]
-
-
-def _row_lengths(axis: int, leaf: tf.RaggedTensor) -> Any:
-    lengths = tf.cast(leaf.row_lengths(axis), tf.int32)
-    while len(lengths.shape) > 1:
-        lengths = tf.reduce_max(lengths, -1)
-    return lengths
-
-
-def _padded(leaf: Any, axis: int, size: Any) -> Any:
-    """A tensor with zeros behind it, up to a size along an axis."""
-    missing = size - size_along(axis, leaf)
-    amounts = [[0, missing if i == axis else 0] for i in range(len(leaf.shape))]
-    shape = leaf.shape.as_list()
-    padded = tf.pad(leaf, amounts)
-    shape[axis] = size if isinstance(size, int) else None
-    padded.set_shape(shape)
-    return padded
 
 
 def _rounded_up(lengths: Any) -> Any:

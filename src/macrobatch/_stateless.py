@@ -222,21 +222,19 @@ def shared(variables: List[Any], values: List[Any], whole: bool = False) -> List
     if not _replicas.in_several():
         return values
 
-    def kind(variable: Any, value: Any) -> str:
-        if variable.synchronization == "on_read":
-            return "part"
-        return "of first" if value.dtype.is_floating else "integer"
+    def of_parts(parts: List[Any]) -> List[Any]:
+        return _replicas.total(parts) if whole else parts
 
-    kinds = [kind(*pair) for pair in zip(variables, values)]
-    of_kind = {k: [v for v, each in zip(values, kinds) if each == k] for k in set(kinds)}
-    results = {
-        "part": iter(
-            _replicas.total(of_kind.get("part", [])) if whole else of_kind.get("part", [])
-        ),
-        "of first": iter(_replicas.of_first(of_kind.get("of first", []))),
-        "integer": iter(_replicas.largest(of_kind.get("integer", []))),
-    }
-    return [next(results[kind]) for kind in kinds]
+    def rule(variable: Any, value: Any) -> Callable[[List[Any]], List[Any]]:
+        if variable.synchronization == "on_read":
+            return of_parts
+        return _replicas.of_first if value.dtype.is_floating else _replicas.largest
+
+    rules = [rule(*pair) for pair in zip(variables, values)]
+    results: Dict[Any, Any] = {}
+    for each in (of_parts, _replicas.of_first, _replicas.largest):  # in one order on all replicas
+        results[each] = iter(each([v for v, rule in zip(values, rules) if rule is each]))
+    return [next(results[rule]) for rule in rules]
 
 
 def is_seed(variable: Any) -> bool:
