@@ -102,6 +102,69 @@ def test_batches_padded_to_their_own_longest(cut, mode):
     check(tagger, dataset, cut=CUTS[cut], loss=lambda: crossentropy(), **MODES[mode])
 
 
+class Dense(layers.Layer):
+    """Makes a ragged input as wide as its longest row. Notes sizes, if it is told to."""
+
+    seen = None
+
+    def call(self, x):
+        if not isinstance(x, tf.RaggedTensor):
+            return x
+        x = x.to_tensor()
+        if self.seen is not None:
+            tf.py_function(lambda x: self.seen.append(x.shape), [x], [])
+        return x
+
+
+def ragged_tagger(mask=True):
+    tokens = keras.Input([None], dtype="int32")
+    return keras.Model(tokens, tagger(mask=mask)(Dense()(tokens)))
+
+
+def ragged_batches(x, y):
+    """Batches of ragged tokens, and labels as wide as the longest."""
+    tokens = tf.RaggedTensor.from_tensor(x, padding=0)
+    labels = tf.ragged.boolean_mask(tf.constant(y), x > 0)
+    batches = tf.data.Dataset.from_tensor_slices((tokens, labels)).batch(8)
+    return batches.map(lambda x, y: (x, y.to_tensor()))
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize("cut", CUTS)
+def test_ragged_tokens(cut, mode):
+    """Labels beside them are cut too, and masked metrics are of the whole batch's width."""
+    x, y, _ = tokens_of()
+    how = {"cut": CUTS[cut], "loss": lambda: crossentropy(), **MODES[mode]}
+    check(ragged_tagger, ragged_batches(x, y), metrics=["sparse_categorical_accuracy"], **how)
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize("features", [False, True])
+def test_a_budget_for_ragged_tokens(features, mode):
+    """It is what rows come to when they are as wide as the longest, whatever else there is."""
+    rows = np.arange(1, 14)
+    tokens = tf.RaggedTensor.from_row_lengths(tf.ones([rows.sum()]), rows)
+    others = (tf.ones([13, 4], tf.int32),) if features else ()
+    variable = tf.Variable(1.0, dtype="float64")
+    seen = []
+
+    def loss_fn(micro_batch):
+        padded = micro_batch[0][0].to_tensor()
+        tf.py_function(lambda x: seen.append(tuple(x.shape)), [padded], [])
+        return tf.cast(tf.reduce_sum(padded, 1), "float64") * variable
+
+    def run():
+        batch = ((tokens, *others), tf.zeros([13]))
+        return macrobatch.value_and_gradients(
+            loss_fn, [variable], batch, micro_batch_tokens=24, sequence_axis=1
+        )
+
+    loss, (gradient,) = (run if mode == "eager" else tf.function(run))()
+    np.testing.assert_allclose([loss, gradient], [7, 7], atol=1e-10)
+    assert seen[-6:] == [(1, 13), (2, 12), (2, 10), (3, 8), (4, 5), (1, 1)]
+    assert all(examples * longest <= 24 for examples, longest in seen)
+
+
 @pytest.mark.parametrize("cut", CUTS)
 @pytest.mark.parametrize("build", [classifier, tagger])
 def test_replicas(build, cut, strategy, monkeypatch):
@@ -562,6 +625,56 @@ def test_a_layer_that_depends_on_padding(layer):
     assert_refused(model, "a layer before it, depends on padding", x, y[:, 0])
 
 
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_a_layer_after_ragged_tokens_that_depends_on_padding(mode):
+    x, y, _ = tokens_of()
+    model = compiled_tagger(model=ragged_tagger(mask=False), **MODES[mode])
+    macrobatch.accumulate(model, **CUTS["size"])
+    before = [np.array(v) for v in model.variables]
+    with pytest.raises(ValueError, match="The loss, or a layer before it, depends on padding"):
+        model.fit(ragged_batches(x, y), shuffle=False, verbose=0)
+    for value, variable in zip(before, model.variables):
+        np.testing.assert_array_equal(value, variable)
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.filterwarnings("ignore:BatchNormalization normalises")
+def test_ragged_tokens_of_examples_that_depend_on_each_other(mode):
+    """Then a difference says nothing of padding."""
+    norm = layers.BatchNormalization()
+    norm(tf.ones([2, 1]))
+    rows = np.arange(1, 14)
+    tokens = tf.RaggedTensor.from_row_lengths(tf.ones([rows.sum()]), rows)
+
+    def loss_fn(tokens):
+        return norm(tf.reduce_sum(tokens, 1)[:, None], training=True)[:, 0]
+
+    def run():
+        return macrobatch.value_and_gradients(
+            loss_fn, norm.trainable_variables, tokens, micro_batch_size=4, sequence_axis=1
+        )
+
+    with pytest.warns(macrobatch.ExactnessWarning, match="examples depend on each other"):
+        (run if mode == "eager" else tf.function(run))()
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.filterwarnings("ignore:Layer .* was passed an input with a mask")
+def test_a_refusal_says_where_the_mask_went(mode):
+    x, y, _ = tokens_of()
+    tokens = keras.Input([None], dtype="int32")
+    hidden = layers.Embedding(VOCABULARY, 4, mask_zero=True)(tokens)
+    hidden = layers.Conv1D(4, 3, padding="same", name="convolution")(hidden)
+    model = compiled_tagger(model=keras.Model(tokens, layers.Dense(CLASSES)(hidden)))
+    macrobatch.accumulate(model, **CUTS["size"], lengths=lambda x, y, sample_weight: x[:, 0] * 0)
+    match = r"No mask reaches the loss.*pass none on: convolution\..*lengths that are too short"
+    assert_refused(model, match, x, y)
+    weights = (x > 0).astype("float64")
+    with pytest.raises(ValueError, match="depends on padding") as refused:
+        model.fit(x, y, sample_weight=weights, verbose=0)
+    assert "No mask" not in str(refused.value)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_metric_over_all_positions(mode):
     x, y, real = tokens_of()
@@ -792,7 +905,14 @@ def test_inside_of_what_is_compiled():
         ({"micro_batch_size": 2, "lengths": len}, "lengths= needs sequence_axis="),
         ({"micro_batch_size": 2, "sequence_axis": 0}, "sequence_axis must be a positive integer"),
         ({"micro_batch_size": 2, "sequence_axis": -1}, "sequence_axis must be a positive integer"),
-        ({"micro_batch_size": 2, "sequence_axis": 1, "lengths": 3}, "lengths= must be a function"),
+        (
+            {"micro_batch_size": 2, "sequence_axis": 1, "lengths": 3},
+            "Received: lengths=3, which is",
+        ),
+        (
+            {"micro_batch_size": 2, "sequence_axis": 1, "lengths": lambda x, y: x},
+            r"lengths= must be a function of \((x, y, sample_weight|batch)\).*other arguments",
+        ),
     ],
 )
 def test_arguments(arguments, match):
@@ -808,7 +928,7 @@ def test_arguments(arguments, match):
     [
         (tf.ones([4], tf.int32), {}, "Nothing in the batch has an axis 1"),
         (tf.ones([4, 3]), {}, "nothing to tell the length of an example from"),
-        (tf.ones([4, 3]), {"lengths": lambda x: [1.0] * 4}, "Here: a tensor of shape .4,. and dt"),
+        (tf.ones([4, 3]), {"lengths": lambda x: [1.0] * 4}, "Received: a tensor of shape .4,. a"),
         (tf.ones([4, 3]), {"lengths": lambda x: [1, 2]}, "another number of lengths than there"),
     ],
 )

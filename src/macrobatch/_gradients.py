@@ -101,7 +101,9 @@ def value_and_gradients(
     >>> loss = train_step((tf.ones([100, 3]), tf.ones([100, 1])))
     """
     cut = _lengths.Cut(
-        *_length_checks.sizes(micro_batch_size, micro_batch_tokens, sequence_axis, lengths)
+        *_length_checks.sizes(
+            micro_batch_size, micro_batch_tokens, sequence_axis, lengths, of=["batch"]
+        )
     )
     conversion = _stateless.conversion()
     return _value_and_gradients(
@@ -148,7 +150,13 @@ def _value_and_gradients(
 
     if isinstance(micro_batches, _lengths.ByLength):
         coarse = _padding.low_precision([])
-        trial = _padding.Trial([outcome], lambda: function.drew, user_fn, coarse)
+        trial = _padding.Trial(
+            [outcome],
+            lambda: function.drew,
+            user_fn,
+            coarse,
+            lambda: not function.written.normalizing,
+        )
         _padding.check_once(user_fn, trained, micro_batches, trial)
 
     def step(micro_batch: Any, state: _State) -> _loop.Part:

@@ -77,7 +77,10 @@ def accumulate(
     >>> int(model.optimizer.iterations)
     2
     """
-    sizes = _length_checks.sizes(micro_batch_size, micro_batch_tokens, sequence_axis, lengths)
+    arguments = ["x", "y", "sample_weight"]
+    sizes = _length_checks.sizes(
+        micro_batch_size, micro_batch_tokens, sequence_axis, lengths, of=arguments
+    )
     cut = _lengths.Cut(*sizes)
     weight = _checks.micro_batch_weight(micro_batch_weight)
     _checks.keras_model(model)

@@ -2,21 +2,27 @@
 what to do.
 """
 
+import inspect
 import numbers
 from typing import Any, Optional, Sequence
 
 from macrobatch import _checks
 
-ONE_PER_EXAMPLE = (
-    "lengths= must be a function that returns one length for each example of the batch. Received: "
-    "another number of lengths than there are examples."
-)
+_LENGTHS = "lengths= must be a function that returns the length of each example, as integers."
+ONE_PER_EXAMPLE = f"{_LENGTHS} Received: another number of lengths than there are examples."
 
 
 def sizes(
-    micro_batch_size: Any, micro_batch_tokens: Any, sequence_axis: Any, lengths: Any
+    micro_batch_size: Any,
+    micro_batch_tokens: Any,
+    sequence_axis: Any,
+    lengths: Any,
+    of: Sequence[str],
 ) -> "tuple[Optional[int], Optional[int], Optional[int], Any]":
-    """Returns how to cut, if exactly one size is given and the rest goes with it."""
+    """Returns how to cut, if exactly one size is given and the rest goes with it.
+
+    `of` are the names of the arguments that `lengths` is called with.
+    """
     received = (
         f"Received: micro_batch_size={micro_batch_size!r}, "
         f"micro_batch_tokens={micro_batch_tokens!r}, sequence_axis={sequence_axis!r}."
@@ -45,10 +51,11 @@ def sizes(
             f"{name}= needs sequence_axis=, the axis along which sequences are padded: for inputs "
             f"of shape (examples, positions) it is 1. {received}"
         )
-    if lengths is not None and not callable(lengths):
+    if lengths is not None and not (callable(lengths) and _takes(lengths, len(of))):
         raise ValueError(
-            "lengths= must be a function of what is in a batch that returns the length of each "
-            f"example. Received: lengths={_checks.shown(lengths)}."
+            f"lengths= must be a function of ({', '.join(of)}) that returns the length of each "
+            f"example. Received: lengths={_checks.shown(lengths)}, which "
+            f"{'takes other arguments' if callable(lengths) else 'is no function'}."
         )
     as_int = [None if v is None else int(v) for v in (micro_batch_tokens, sequence_axis)]
     return (micro_batch_size, *as_int, lengths)
@@ -56,6 +63,16 @@ def sizes(
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, numbers.Integral) and not isinstance(value, bool)
+
+
+def _takes(function: Any, count: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # Some functions that are not of Python do not tell.
+        pass
+    return True
 
 
 def outside_of_xla(in_xla: bool) -> None:
@@ -92,8 +109,8 @@ def given_lengths(lengths: Any) -> None:
     """Raises unless what `lengths` returned are integers, one for each example."""
     if not lengths.dtype.is_integer or len(lengths.shape) != 1:
         raise ValueError(
-            f"{ONE_PER_EXAMPLE} (Here: a tensor of shape {tuple(lengths.shape)} and dtype "
-            f"{lengths.dtype.name}; expected are integers of shape (examples,).)"
+            f"{_LENGTHS} Received: a tensor of shape {tuple(lengths.shape)} and dtype "
+            f"{lengths.dtype.name}. Expected: integers of shape (examples,)."
         )
 
 
@@ -139,28 +156,50 @@ def metric_has_weights(is_whole: bool) -> None:
 
 REFUSAL = "so that cutting it off would change the result"
 
-NOT_COMPARED = (
-    "Whether cutting off padding changes the result cannot be tried: random numbers are drawn that "
-    "dropout does not draw (GaussianNoise, for instance), others for each length. The update is "
-    "that of the whole batch only if nothing depends on padding."
-)
+
+def not_compared(drew: bool, depends_on_others: bool) -> Optional[str]:
+    """What to warn of where it cannot be tried whether anything depends on padding."""
+    if drew:
+        why = (
+            "random numbers are drawn that dropout does not draw (GaussianNoise, for instance), "
+            "others for each length"
+        )
+    elif depends_on_others:
+        why = (
+            "the padding of a ragged input is made by longer examples beside it, and examples "
+            "depend on each other anyway, in BatchNormalization or in a scalar loss"
+        )
+    else:
+        return None
+    return (
+        f"Whether cutting off padding changes the result cannot be tried: {why}. The update is "
+        "that of the whole batch only if nothing depends on padding."
+    )
 
 
-def depends_on_padding(name: str) -> str:
+def no_mask(operations: Sequence[str]) -> str:
+    """What to say of a loss that knows nothing of padding."""
+    lost = f" These pass none on: {', '.join(operations)}." if operations else ""
+    return f"No mask reaches the loss, and there are no sample weights.{lost} "
+
+
+def depends_on_padding(name: str, hint: str, lengths_are_given: bool) -> str:
     """What to say of a loss, or of a metric, that is not the same without padding."""
     what = "The loss, or a layer before it," if name == "loss" else f"The metric {name!r}"
     way_out = (
         "Keep padding out of it, with sample weights of 0, in loss_fn with (losses, weights), or "
         "with a mask: that of an Embedding with mask_zero=True, if every layer up to the loss "
-        "passes it on (look at model(x)._keras_mask) and no layer pools over all positions. If "
+        "passes it on, and no layer pools, attends or convolves over all positions without it. If "
         "all of them count, leave sequence_axis= out."
         if name == "loss"
         else WEIGHTED_METRICS
     )
+    if lengths_are_given:
+        way_out += " Or lengths= returns lengths that are too short."
     return (
         f"{what} depends on padding, {REFUSAL}. Received: "
         "another value for a micro-batch cut to its longest example than for the same one whole "
-        f"(compared once, without dropout). {way_out}"
+        f"(compared once, without dropout). {hint}{way_out}"
     )
 
 

@@ -14,7 +14,7 @@ from typing import Any, Callable, List, NamedTuple, Optional, Sequence
 import tensorflow as tf
 
 from macrobatch import _length_checks, _split
-from macrobatch._sequences import Sequences, padded, size_along
+from macrobatch._sequences import Sequences, largest, longest_row, padded, same, size_along
 
 # XLA compiles for each shape, so lengths are rounded up to one of these: by a fifth on average.
 BUCKETS = [size for power in range(3, 30) for size in (2**power, 3 * 2 ** (power - 1))]
@@ -103,6 +103,11 @@ class ByLength(_split.MicroBatches):
             self.starts = tf.concat([starts, [examples, examples]], 0)
         self.runs = [_split.Run(0, None, count, static=False)]
         self.batch = tf.nest.map_structure(self._reordered, batch)
+
+    @property
+    def lengths_are_given(self) -> bool:
+        """Whether a function of the user tells them."""
+        return self._cut.lengths is not None
 
     def longer(self) -> List[Any]:
         """Lengths to which sequences of this size are made longer, so that shapes are few."""
@@ -202,16 +207,21 @@ class ByLength(_split.MicroBatches):
         return tf.nest.pack_sequence_as(self.batch, specs)
 
     def length_of(self, micro_batch: Any) -> Any:
-        leaves = zip(tf.nest.flatten(micro_batch), self.sequences.shares)
+        axis = self.sequences.axis
+        leaves = list(zip(tf.nest.flatten(micro_batch), self.sequences.shares))
         sizes = [
-            (size_along(self.sequences.axis, leaf), shares)
+            (size_along(axis, leaf), shares)
             for leaf, shares in leaves
             if shares is not False and isinstance(leaf, tf.Tensor)
         ]
         sure = [size for size, shares in sizes if shares is True]
-        if sure or not sizes:
-            return sure[0] if sure else None
-        return tf.reduce_max(tf.stack([tf.where(shares, size, 0) for size, shares in sizes]))
+        if sure:
+            return sure[0]
+        found = [tf.where(shares, size, 0) for size, shares in sizes]
+        # Those that are made dense become as long as their longest row.
+        rows = [leaf for leaf, _ in leaves if isinstance(leaf, tf.RaggedTensor)]
+        found += [longest_row(axis, leaf) for leaf in rows if leaf.shape.rank > axis]
+        return largest(found) if found else None
 
     def kept(self, micro_batch: Any, weights: Any) -> Any:
         """What part of the positions that have these weights there is: the rest was cut off.
@@ -279,10 +289,10 @@ def reordered_rows(tensor: tf.SparseTensor, places: Any) -> tf.SparseTensor:
 
 def _same_size(size: Any, length: Any) -> Any:
     """Whether a size is the length that sequences are cut to, as far as can be known."""
-    if isinstance(length, int):
-        return size == length if isinstance(size, int) else tf.equal(size, length)
     # A size that is known although that of sequences is not, is not that size.
-    return False if isinstance(size, int) else tf.equal(size, length)
+    if isinstance(size, int) and not isinstance(length, int):
+        return False
+    return same(size, length)
 
 
 def _known(size: Any) -> Optional[int]:

@@ -9,7 +9,16 @@ from typing import Any, Callable, Iterable, List, NamedTuple, Optional
 import keras
 import tensorflow as tf
 
-from macrobatch import _batch_norm, _checks, _losses, _padding, _replicas, _split, _stateless
+from macrobatch import (
+    _batch_norm,
+    _checks,
+    _length_checks,
+    _losses,
+    _padding,
+    _replicas,
+    _split,
+    _stateless,
+)
 from macrobatch._losses import Denominators
 from macrobatch._stateless import Scope
 
@@ -170,7 +179,14 @@ class ModelFunction:
         outcomes: List[Callable[[Any], Any]] = [self.outcome]
         if self.trained:
             outcomes.append(functools.partial(self.outcome, moved=True))
-        return _padding.Trial(outcomes, lambda: self._drew, self.model, coarse)
+        return _padding.Trial(
+            outcomes,
+            lambda: self._drew,
+            self.model,
+            coarse,
+            lambda: not self.inexact,
+            lambda: self._hint,
+        )
 
     @_losses.undivided()
     def outcome(self, micro_batch: Any, moved: bool = False) -> Any:
@@ -195,10 +211,13 @@ class ModelFunction:
         found = {"loss": [tf.cast(value, keras.config.floatx()) for value in values]}
         if not moved and self.trained:
             found["loss"] += _padding.gradients(tape, loss.trained, self.weights)
-        for metric in _metrics_of(self.model):
+        for metric in _stateless.without(_metrics_of(self.model), self._loss_metrics()):
             # Not its result: what is wrong by a factor would go unnoticed there.
             found.setdefault(metric.name, []).extend(scope.values_of(metric.variables))
         self._drew = any(map(_stateless.is_seed, scope.written.values()))
+        masks = [getattr(leaf, "_keras_mask", None) for leaf in tf.nest.flatten(y_pred)]
+        told = sample_weight is not None or any(mask is not None for mask in masks)
+        self._hint = "" if told else _length_checks.no_mask(_unmasked(self.model))
         return found
 
     def finish(self, state: State, logs: Any, examples: Any) -> Any:
@@ -373,6 +392,13 @@ def _moved(weights: List[Any]) -> List[Any]:
         size = tf.maximum(tf.math.reduce_std(value), tf.cast(0.05, value.dtype))
         moved.append(value + size * noise)
     return moved
+
+
+def _unmasked(model: Any) -> List[str]:
+    """The names of what takes no part in masking, in the order of the model."""
+    parts = getattr(model, "operations", None) or layers_of(model)[1:]
+    parts = [part for part in parts if not isinstance(part, keras.layers.InputLayer)]
+    return [part.name for part in parts if not getattr(part, "supports_masking", False)]
 
 
 def _metrics_of(model: Any) -> List[Any]:

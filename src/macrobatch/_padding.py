@@ -27,12 +27,16 @@ class Trial(NamedTuple):
         drew: whether, in the last of them, random numbers were drawn that dropout does not draw.
         owner: the model or function that this is about, for warnings.
         coarse: whether numbers are of less than 32 bits somewhere.
+        additive: whether, in the last of them, no example should depend on other ones.
+        hint: what is known after them of why a loss might depend on padding.
     """
 
     outcomes: Sequence[Callable[[Any], Dict[str, List[Any]]]]
     drew: Callable[[], bool]
     owner: Any
     coarse: bool
+    additive: Callable[[], bool]
+    hint: Callable[[], str] = str
 
 
 def check(micro_batches: _lengths.ByLength, trial: Trial, checked: Any) -> None:
@@ -45,11 +49,8 @@ def check(micro_batches: _lengths.ByLength, trial: Trial, checked: Any) -> None:
         trial: what to compare.
         checked: a variable that is not 0 when there is nothing to be done, and set here.
     """
-    start, end, lengths, size = _shortest(micro_batches)
-    others = tf.reduce_any(tf.stack([tf.not_equal(length, size) for length in lengths]))
-    needed = tf.logical_and(
-        others, tf.logical_and(start < end, tf.equal(_replicas.read(checked), 0))
-    )
+    start, end, needed = _compared(micro_batches)
+    needed = tf.logical_and(needed, tf.equal(_replicas.read(checked), 0))
     names: List[str] = []
 
     def compare() -> List[Any]:
@@ -58,30 +59,36 @@ def check(micro_batches: _lengths.ByLength, trial: Trial, checked: Any) -> None:
             # One trace, for all lengths.
             run = outcome if tf.executing_eagerly() else tf.function(outcome, autograph=False)
             with without_dropout():
-                of_whole = run(micro_batches.taken(start, end, _unknown(size)))
-                for length in lengths:
-                    of_cut = run(micro_batches.taken(start, end, _unknown(length)))
-                    for name, values in of_whole.items():
-                        close = _close(values, of_cut[name], trial.coarse)
-                        equal.setdefault(name, []).append(close)
+                of_whole, others = _outcomes(run, micro_batches, start, end, trial)
+            for other in others:
+                for name, values in other.items():
+                    close = _close(of_whole[name], values, trial.coarse)
+                    equal.setdefault(name, []).append(close)
+        unknown = _length_checks.not_compared(
+            trial.drew(), bool(micro_batches.sequences.ragged) and not trial.additive()
+        )
+        if unknown is not None:
+            _checks.warn_once(trial.owner, unknown)
         if trial.drew():
-            message = _length_checks.NOT_COMPARED
-            _checks.warn_once(trial.owner, message)
             return []
         names[:] = list(equal)
         return [tf.reduce_all(tf.stack(each)) for each in equal.values()]
+
+    def refusal(name: str) -> str:
+        hint = trial.hint() if name == "loss" else ""
+        return _length_checks.depends_on_padding(name, hint, micro_batches.lengths_are_given)
 
     if tf.executing_eagerly():
         equal = compare() if bool(needed) else []
         for name, is_equal in zip(names, equal):
             if not is_equal:
-                raise ValueError(_length_checks.depends_on_padding(name))
+                raise ValueError(refusal(name))
         asserts = []
     else:
         # The names are known once the comparison has been traced.
         equal = tf.cond(needed, compare, lambda: [tf.constant(True)] * len(names))
         asserts = [
-            tf.debugging.Assert(is_equal, [_length_checks.depends_on_padding(name)])
+            tf.debugging.Assert(is_equal, [refusal(name)])
             for name, is_equal in zip(names, tf.nest.flatten(equal))
         ]
     with tf.control_dependencies(asserts):
@@ -129,14 +136,43 @@ def gradients(tape: tf.GradientTape, loss: Any, variables: List[Any]) -> List[An
     return [tf.reduce_sum(g.values, 0) if isinstance(g, tf.IndexedSlices) else g for g in found]
 
 
-def _shortest(micro_batches: _lengths.ByLength) -> Tuple[Any, Any, List[Any], Any]:
-    """Which examples to compare: as many of the shortest as can be in memory whole.
+def _compared(micro_batches: _lengths.ByLength) -> Tuple[Any, Any, Any]:
+    """Which examples to compare, no more than can be in memory whole: some of the shortest.
 
-    Their places in the order, the lengths to which they are cut, and that of the whole.
+    Their places in the order, and whether there is any padding to compare them with and without.
     """
     examples, size = micro_batches.examples, micro_batches.sequences.size
-    start = tf.maximum(examples - micro_batches.examples_at(size), 0)
-    return start, examples, [micro_batches.lengths[start], *micro_batches.longer()], size
+    most = micro_batches.examples_at(size)
+    if not micro_batches.sequences.ragged:
+        start = tf.maximum(examples - most, 0)
+        lengths = [micro_batches.lengths[start], *micro_batches.longer()]
+        is_padded = tf.reduce_any(tf.stack([tf.not_equal(length, size) for length in lengths]))
+        return start, examples, tf.logical_and(is_padded, start < examples)
+    # Rows are padded only by a longer one beside them: the last one that is longer than others.
+    lengths = micro_batches.lengths[:examples]
+    longer = tf.reduce_sum(tf.cast(lengths > micro_batches.lengths[examples - 1], tf.int32))
+    start = tf.maximum(longer - 1, 0)
+    return start, tf.minimum(start + tf.maximum(most, 2), examples), longer > 0
+
+
+def _outcomes(
+    run: Any, micro_batches: _lengths.ByLength, start: Any, end: Any, trial: Trial
+) -> Tuple[Any, List[Any]]:
+    """What comes of examples with padding, and all that must be the same without."""
+
+    def taken(start: Any, end: Any, length: Any) -> Any:
+        return run(micro_batches.taken(start, end, _unknown(length)))
+
+    longest, others = micro_batches.lengths[start], micro_batches.lengths[start + 1]
+    if not micro_batches.sequences.ragged:
+        of_whole = taken(start, end, micro_batches.sequences.size)
+        return of_whole, [taken(start, end, each) for each in (longest, *micro_batches.longer())]
+    together = taken(start, end, longest)
+    if not trial.additive():
+        return together, []
+    parts = [taken(start, start + 1, longest), taken(start + 1, end, others)]
+    sums = [tf.add_n(pair) for pair in zip(*(part["loss"] for part in parts))]
+    return together, [{"loss": sums}]
 
 
 def _unknown(length: Any) -> Any:

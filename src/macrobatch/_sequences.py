@@ -11,12 +11,14 @@ class Sequences:
     """What of a batch are sequences along an axis, padded or ragged.
 
     They all have one size along that axis: that of the largest integer input, or, where there is
-    none, sample weight, or any input. What has another size is none.
+    none, sample weight, or any input; or the longest row of a ragged input, if that is larger. What
+    has another size is none.
 
     Attributes:
         axis: the axis.
         size: their size along it: an int where it is known, else a scalar tensor.
         shares: for each tensor of the batch, whether it is one: a bool, or a scalar tensor.
+        ragged: inputs that are as wide as their longest row, whatever it is cut to.
     """
 
     def __init__(self, axis: int, batch: Any, x: Any, weights: Any, fixed: Sequence[Any]):
@@ -27,18 +29,19 @@ class Sequences:
             leaves = [leaf for leaf in leaves if not _is_among(leaf, fixed)]
             return [leaf for leaf in leaves if len(leaf.shape) > axis]
 
-        self._ragged = along_axis(x, tf.RaggedTensor)
+        self.ragged = along_axis(x, tf.RaggedTensor)
         dense = along_axis(x, tf.Tensor)
         self._integers = [leaf for leaf in dense if leaf.dtype.is_integer]
         self._weights = along_axis(weights, tf.Tensor)
         likely = self._integers or self._weights or dense
-        _length_checks.has_sequences([*likely, *self._ragged], axis, batch)
+        _length_checks.has_sequences([*likely, *self.ragged], axis, batch)
         sizes = [size_along(axis, leaf) for leaf in likely]
         # Where some sizes are not known before the batch is there, those are the sequences'.
         unknown = [size for size in sizes if not isinstance(size, int)]
-        self.size = tf.reduce_max(tf.stack(unknown)) if unknown else max(sizes, default=1)
+        self._dense_size = largest(unknown or sizes or [1])
+        self.size = largest([self._dense_size, *(longest_row(axis, leaf) for leaf in self.ragged)])
         self._cuttable = along_axis(batch, (tf.Tensor, tf.SparseTensor))
-        self._likely = likely if len(unknown) == 1 else []
+        self._likely = likely if len(unknown) == 1 and not self.ragged else []
         self.shares = [self._is_sequence(leaf) for leaf in tf.nest.flatten(batch)]
 
     def _is_sequence(self, leaf: Any) -> Any:
@@ -46,15 +49,19 @@ class Sequences:
             return False
         size = leaf.shape[self.axis]
         if isinstance(size, int) or isinstance(leaf, tf.SparseTensor):
-            # A size that is known although that of sequences is not, is not that size.
-            return isinstance(self.size, int) and size == self.size
+            if isinstance(self.size, int):
+                return size == self.size
+            # A size that is known although that of sequences is not, is not that size; but rows
+            # may be as long.
+            known = isinstance(self._dense_size, int) and size == self._dense_size
+            return known and tf.equal(self.size, size)
         return _is_among(leaf, self._likely) or tf.equal(size_along(self.axis, leaf), self.size)
 
     def lengths(self) -> Any:
         """For each example, the last position where anything is not 0."""
         telling = [*self._integers, *self._weights]
-        _length_checks.has_lengths([*telling, *self._ragged], self.axis)
-        found = [_row_lengths(self.axis, leaf) for leaf in self._ragged]
+        _length_checks.has_lengths([*telling, *self.ragged], self.axis)
+        found = [_row_lengths(self.axis, leaf) for leaf in self.ragged]
         for leaf in telling:
             shares = self._is_sequence(leaf)
             if shares is not False:
@@ -88,6 +95,24 @@ class Sequences:
 def size_along(axis: int, leaf: Any) -> Any:
     """The size of a tensor along an axis: an int where it is known, else a scalar tensor."""
     return tf.shape(leaf)[axis] if leaf.shape[axis] is None else int(leaf.shape[axis])
+
+
+def longest_row(axis: int, leaf: tf.RaggedTensor) -> Any:
+    """The length of the longest row of a ragged tensor, if any: an int where it is known."""
+    longest = tf.reduce_max(tf.concat([_row_lengths(axis, leaf), [0]], 0))
+    return int(longest) if tf.executing_eagerly() else longest
+
+
+def same(size: Any, other: Any) -> Any:
+    """Whether two sizes are equal: a bool where that is known, else a scalar tensor."""
+    known = isinstance(size, int) and isinstance(other, int)
+    return size == other if known else tf.equal(size, other)
+
+
+def largest(sizes: List[Any]) -> Any:
+    """The largest of some sizes: an int where all are known."""
+    known = all(isinstance(size, int) for size in sizes)
+    return max(sizes) if known else tf.reduce_max(tf.stack(sizes))
 
 
 def padded(leaf: Any, axis: int, size: Any) -> Any:
