@@ -30,6 +30,10 @@ import sections
 from processes import Failed, Process
 
 MEMORY_REPEATS, LARGE_BATCH = 3, 256
+MEMORY_STEPS = 15
+# malloc() keeps memory that tensors have left, in pieces: how much differs by tens of MiB from
+# process to process. TensorFlow can allocate by itself, and then holds what tensors need.
+OWN_ALLOCATOR = {"TF_CPU_ALLOCATOR_USE_BFC": "1", "TF_CPU_BFC_MEM_LIMIT_IN_MB": "8192"}
 PAUSE = 0.05  # seconds for the threads of the contender before to fall asleep
 
 
@@ -58,6 +62,20 @@ def timed(section, contenders, rounds, results):
         for name, process in alive.items():
             with recorded(results[name]):
                 add_memory(process, results[name])
+        # Their memory is measured apart, since one process says little.
+        compared = {name: contenders[name] for name in section.peaks if name in alive}
+    for name in compared:
+        results[name].update(start=[], peak=[])
+    for repeat in range(MEMORY_REPEATS):
+        for name, contender in compared.items():
+            say(section, f"memory of {contender.label}, {repeat + 1} of {MEMORY_REPEATS}")
+            with recorded(results[name]):
+                add_memory_of(contender, MEMORY_STEPS, results[name])
+    for name, contender in compared.items():
+        with recorded(results[name]):
+            alone = {}
+            add_memory_of(contender, MEMORY_STEPS, alone, OWN_ALLOCATOR)
+            results[name]["peak without fragments"] = alone["peak"]
 
 
 def warm_up(section, process, result):
@@ -92,7 +110,8 @@ def take_turns(section, alive, results):
         time.sleep(PAUSE)
         with recorded(results[name]):
             # The first step finds the caches full of another contender's data.
-            _, *seconds = alive[name].steps(1 + section.steps)
+            steps = section.contenders[name].steps or section.steps
+            _, *seconds = alive[name].steps(1 + steps)
             results[name]["seconds"].append(statistics.median(seconds))
         if "failed" in results[name]:
             alive.pop(name).close()
@@ -106,14 +125,20 @@ def fresh(section, contenders, results):
                 continue
             say(section, f"{contender.label}, {repeat + 1} of {MEMORY_REPEATS}")
             with recorded(results[name]):
-                process = Process(contender)
-                try:
-                    results[name]["versions"] = process.versions
-                    # About as many micro-batches for all: more of them leave more fragments.
-                    process.steps(max(2, 64 // contender.options["batch"]))
-                    add_memory(process, results[name])
-                finally:
-                    process.close()
+                # About as many micro-batches for all: more of them leave more fragments.
+                steps = max(2, 64 // contender.options["batch"])
+                add_memory_of(contender, steps, results[name])
+
+
+def add_memory_of(contender, steps, result, variables=None):
+    """Adds the memory of a process of its own."""
+    process = Process(contender, variables)
+    try:
+        result["versions"] = process.versions
+        process.steps(steps)
+        add_memory(process, result)
+    finally:
+        process.close()
 
 
 def add_memory(process, result):
@@ -147,6 +172,7 @@ def measured(section, rounds, peers):
     if section.kind == "memory":
         fresh(section, contenders, results)
     else:
+        rounds *= section.patience
         timed(section, contenders, rounds, results)
     return {
         "section": section.name,
@@ -182,6 +208,7 @@ def main():
         for section in every.values():
             print(f"{section.name:<22} {section.title}")
         return
+    report.check_pictures()
     options.output.mkdir(parents=True, exist_ok=True)
     names = options.only or list(every)
     for index, name in enumerate(names):

@@ -63,13 +63,13 @@ def time_ratio(results, name, other):
     return ratio(seconds(results, name), seconds(results, other))
 
 
-def peak(results, name):
+def peak(results, name, kind="peak"):
     """The spread of peaks of a contender's processes, in MiB."""
-    return spread(results["contenders"][name]["peak"])
+    return spread(results["contenders"][name][kind])
 
 
-def peak_ratio(results, name, other):
-    top, bottom = peak(results, name), peak(results, other)
+def peak_ratio(results, name, other, kind="peak"):
+    top, bottom = peak(results, name, kind), peak(results, other, kind)
     return Spread(*(value / bottom.median for value in top))
 
 

@@ -19,13 +19,13 @@ class Failed(Exception):
 
 
 class Process:
-    """A contender in a process of its own.
+    """A contender in a process of its own, which may have environment variables of its own.
 
     Raises:
         Failed: where its model cannot be built, and later where a step fails.
     """
 
-    def __init__(self, contender):
+    def __init__(self, contender, variables=None):
         self.log = tempfile.TemporaryFile("w+")  # noqa: SIM115 (close() closes it)
         self.process = subprocess.Popen(
             [python_for(contender.environment), CONTENDER, json.dumps(contender.description())],
@@ -33,7 +33,7 @@ class Process:
             stdout=subprocess.PIPE,
             stderr=self.log,
             text=True,
-            env=quiet_environment(contender.environment),
+            env={**quiet_environment(contender.environment), **(variables or {})},
         )
         self.versions = self._answer()["versions"]
 

@@ -1,10 +1,14 @@
 """Tables and pictures from the JSON files of bench.py, in the terminal and in the documentation.
 
-    python benchmarks/report.py    # writes the tables of README.md and docs/performance.md again
+    python benchmarks/report.py    # shows all, and writes them to README.md and docs/performance.md
+    python benchmarks/report.py --from FOLDER    # shows what bench.py wrote to another folder
 
 Tables stand between <!-- bench:SECTION --> and <!-- /bench -->, and are never typed by hand.
 """
 
+import argparse
+import functools
+import importlib.util
 import json
 import re
 from pathlib import Path
@@ -194,20 +198,34 @@ def write_pages():
 
 def show(section, results, folder):
     """The tables in the terminal, and the picture in the folder."""
-    import pictures  # matplotlib, which the tables do without
-
     for rows in (contender_table(section, results), target_table(section, results)):
         print("\n" + aligned(rows).replace("**", ""))
     print(flush=True)
-    pictures.draw(section, results, folder / f"{section.name}.png")
+    if check_pictures():
+        import pictures
+
+        pictures.draw(section, results, folder / f"{section.name}.png")
+
+
+@functools.lru_cache
+def check_pictures():
+    """Whether pictures can be made; if not, says so once. Tables do without matplotlib."""
+    can = importlib.util.find_spec("matplotlib") is not None
+    if not can:
+        print("No pictures: they need matplotlib, which make bench installs.", flush=True)
+    return can
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--from", dest="folder", type=Path, default=RESULTS, metavar="FOLDER")
+    folder = parser.parse_args().folder
     for name, section in sections.all_sections().items():
-        path = RESULTS / f"{name}.json"
+        path = folder / f"{name}.json"
         if path.exists():
-            show(section, json.loads(path.read_text()), RESULTS)
-    write_pages()
+            show(section, json.loads(path.read_text()), folder)
+    if folder.resolve() == RESULTS:
+        write_pages()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What is measured against what: the sections of the benchmark, their contenders and targets."""
 
-from typing import Any, Callable, Dict, List, NamedTuple, Optional
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import measures
 
@@ -12,6 +12,7 @@ class Contender(NamedTuple):
     way: str
     options: Dict[str, Any]
     environment: str = "own"  # or "peers" or "torch"
+    steps: Optional[int] = None  # timed in a turn, if others than those of the section
 
     def description(self):
         """What its process is started with."""
@@ -43,14 +44,34 @@ class Section(NamedTuple):
     steps: int = 1  # timed in a turn, of which the median counts
     warm_up: int = 3  # updates that are not timed
     check_update: bool = False  # compare the weights after two updates
+    peaks: Sequence[str] = ()  # contenders whose memory is measured apart, several times
+    patience: int = 1  # how many times as many rounds it takes as others
 
 
 def time_target(text, name, other, limit=None, **options):
     return Target(text, lambda results: measures.time_ratio(results, name, other), limit, **options)
 
 
-def peak_target(text, name, other, limit, **options):
-    return Target(text, lambda results: measures.peak_ratio(results, name, other), limit, **options)
+def peak_target(text, name, other, limit):
+    def ratio(results):
+        return measures.peak_ratio(results, name, other)
+
+    return Target(text, ratio, limit, form="{:.3f} x")
+
+
+COMPARED = ("macrobatch", "keras")
+
+
+def peak_targets(text):
+    """Peak memory of macrobatch over that of Keras' accumulation."""
+
+    def without_fragments(results):
+        return measures.peak_ratio(results, *COMPARED, kind="peak without fragments")
+
+    return [
+        peak_target(text, *COMPARED, 1.0),
+        Target(f"{text}, in TensorFlow's own allocator", without_fragments, form="{:.3f} x"),
+    ]
 
 
 # Time of an update of K micro-batches
@@ -112,12 +133,12 @@ def cost(name, title, micro, limit, steps):
     targets = [
         time_target("macrobatch over the floor", "macrobatch", "floor", limit),
         time_target("macrobatch over Keras' accumulation", "macrobatch", "keras", 1.0),
-        peak_target("the same, peak memory", "macrobatch", "keras", 1.0),
+        *peak_targets("peak memory over Keras' accumulation"),
         time_target("macrobatch over gradient-accumulator", "macrobatch", peer_key, 1.0),
         *overheads("torch"),
     ]
     text = f"{title}: {K} micro-batches of {micro}"
-    return Section(name, text, "bars", contenders, targets, "floor", limit, steps)
+    return Section(name, text, "bars", contenders, targets, "floor", limit, steps, peaks=COMPARED)
 
 
 def compiled_cost(name, title, micro, limit, faster, steps):
@@ -127,11 +148,12 @@ def compiled_cost(name, title, micro, limit, faster, steps):
         time_target(
             "speed against Keras' accumulation", "keras", "macrobatch", faster, at_least=True
         ),
-        peak_target("peak memory over Keras' accumulation", "macrobatch", "keras", 1.0),
+        *peak_targets("peak memory over Keras' accumulation"),
         *overheads("compiled torch"),
     ]
     text = f"{title}, jit_compile=True: {K} micro-batches of {micro}"
-    return Section(f"{name}-compiled", text, "bars", contenders, targets, "floor", limit, steps)
+    name = f"{name}-compiled"
+    return Section(name, text, "bars", contenders, targets, "floor", limit, steps, peaks=COMPARED)
 
 
 # Sequences of different lengths
@@ -203,7 +225,7 @@ def memory():
 
     targets = [
         peak_target("batch 256 over plain batch 4", "macrobatch 256", "plain 4", 1.08),
-        Target("the largest of K=1 to K=256 over plain batch 4", largest, 1.08),
+        Target("the largest of K=1 to K=256 over plain batch 4", largest, 1.08, form="{:.3f} x"),
     ]
     text = "transformer of 4 layers, width 256: peak memory with micro-batches of 4"
     return Section("memory", text, "memory", contenders, targets)
@@ -258,7 +280,13 @@ def linear():
             "batch": batch,
             "accumulate": {"micro_batch_size": LINE_MICRO_BATCH},
         }
-        contenders[str(batch)] = Contender(f"macrobatch, batch {batch}", "macrobatch", options)
+        contenders[str(batch)] = Contender(
+            # Short steps are as noisy as long ones: in a turn they take about as long together.
+            f"macrobatch, batch {batch}",
+            "macrobatch",
+            options,
+            steps=max(1, 1024 // batch),
+        )
 
     def residual(results):
         times = [measures.spread(measures.seconds(results, str(b))).median for b in LINE_BATCHES]
@@ -266,7 +294,7 @@ def linear():
 
     targets = [Target("largest distance from a line", residual, 0.05, form="{:.1%}")]
     text = "small CNN: time of an update against batch size, micro-batches of 32"
-    return Section("linear", text, "line", contenders, targets, steps=2)
+    return Section("linear", text, "line", contenders, targets, patience=2)
 
 
 def all_sections():
