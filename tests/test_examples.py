@@ -79,6 +79,7 @@ model = keras.Sequential([keras.Input([784]), keras.layers.Dense(10)])
 model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 texts = np.arange(1, 25) % 8 * (np.arange(24) < np.arange(48)[:, None] % 24)
 tags = texts % 5
+signals, classes = np.where(texts[:, :, None], np.ones(4), 0).astype("float32"), tags[:, 0]
 """
 GIVEN_TO_LOOPS = """
 model = keras.Sequential([keras.Input([784]), keras.layers.Dense(1)])
@@ -89,9 +90,9 @@ dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
 
 
 def test_code_in_the_readme(tmp_path):
-    first, use, lengths, step, stream, replicas = blocks_of("README.md")
+    first, use, *lengths, step, stream, replicas = blocks_of("README.md")
     script = tmp_path / "readme.py"
     # Its batches are larger than the data here, so that nothing is accumulated: it says so.
-    before_loops = [GIVEN, first, use, lengths, replicas]
+    before_loops = [GIVEN, first, use, *lengths, replicas]
     script.write_text("\n".join([*before_loops, GIVEN_TO_LOOPS, step, stream]))
     run(script)
