@@ -399,6 +399,8 @@ def test_compiled_shapes_are_few():
 
         found = sizes(x).numpy()
         assert found[:, 0].sum() == examples
+        for count, length in found:  # what is left at the end is cut into powers of two
+            assert count == (cut.size or 1024 // length) or count & (count - 1) == 0
         shapes |= set(map(tuple, found))
     lengths = {length for _, length in shapes}
     assert lengths <= set(_lengths.BUCKETS)
