@@ -125,7 +125,7 @@ def overheads(torch):
     ]
 
 
-def cost(name, title, micro, limit, steps):
+def cost(name, title, micro, limit, steps, patience=1):
     contenders = {**ours(name, micro), **peer(name, micro), **torchs(name, micro)}
     if name == "cnn":  # The others have a section with everything compiled.
         contenders.update(torchs(name, micro, jit_compile=True))
@@ -138,7 +138,8 @@ def cost(name, title, micro, limit, steps):
         *overheads("torch"),
     ]
     text = f"{title}: {K} micro-batches of {micro}"
-    return Section(name, text, "bars", contenders, targets, "floor", limit, steps, peaks=COMPARED)
+    more = {"peaks": COMPARED, "patience": patience}
+    return Section(name, text, "bars", contenders, targets, "floor", limit, steps, **more)
 
 
 def compiled_cost(name, title, micro, limit, faster, steps):
@@ -301,7 +302,8 @@ def all_sections():
     sections = [
         cost("cnn", "CNN", 16, 1.03, steps=3),
         cost("transformer", "transformer", 8, 1.03, steps=2),
-        cost("mlp", "wide MLP, 14 M parameters", 32, 1.15, steps=2),
+        # It is as fast as memory, which is shared with others on many machines: noisier, then.
+        cost("mlp", "wide MLP, 14 M parameters", 32, 1.15, steps=2, patience=3),
         compiled_cost("transformer", "transformer", 8, 1.10, 1.0, steps=2),
         compiled_cost("mlp", "wide MLP, 14 M parameters", 32, 1.25, 1.5, steps=2),
         lengths(),

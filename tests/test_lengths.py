@@ -151,16 +151,17 @@ def test_a_budget_for_ragged_tokens(features, mode):
     def loss_fn(micro_batch):
         padded = micro_batch[0][0].to_tensor()
         tf.py_function(lambda x: seen.append(tuple(x.shape)), [padded], [])
-        return tf.cast(tf.reduce_sum(padded, 1), "float64") * variable
+        return tf.cast(tf.reduce_sum(padded, 1), "float64") * variable, padded
 
     def run():
         batch = ((tokens, *others), tf.zeros([13]))
         return macrobatch.value_and_gradients(
-            loss_fn, [variable], batch, micro_batch_tokens=24, sequence_axis=1
+            loss_fn, [variable], batch, micro_batch_tokens=24, sequence_axis=1, has_aux=True
         )
 
-    loss, (gradient,) = (run if mode == "eager" else tf.function(run))()
+    (loss, padded), (gradient,) = (run if mode == "eager" else tf.function(run))()
     np.testing.assert_allclose([loss, gradient], [7, 7], atol=1e-10)
+    np.testing.assert_array_equal(padded, tokens.to_tensor())
     assert seen[-6:] == [(1, 13), (2, 12), (2, 10), (3, 8), (4, 5), (1, 1)]
     assert all(examples * longest <= 24 for examples, longest in seen)
 
@@ -649,7 +650,7 @@ def test_ragged_tokens_of_examples_that_depend_on_each_other(mode):
     tokens = tf.RaggedTensor.from_row_lengths(tf.ones([rows.sum()]), rows)
 
     def loss_fn(tokens):
-        return norm(tf.reduce_sum(tokens, 1)[:, None], training=True)[:, 0]
+        return tf.abs(norm(tf.reduce_sum(tokens, 1)[:, None], training=True)[:, 0])
 
     def run():
         return macrobatch.value_and_gradients(
