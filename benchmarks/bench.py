@@ -38,7 +38,16 @@ PAUSE = 0.05  # seconds for the threads of the contender before to fall asleep
 
 
 def timed(section, contenders, rounds, results):
-    """Starts all contenders, and times them in turns."""
+    """Starts all contenders, and times them in turns; more than once where processes differ."""
+    for start in range(section.starts):
+        if section.starts > 1:
+            say(section, f"processes {start + 1} of {section.starts}")
+        able = {n: each for n, each in contenders.items() if "failed" not in results[n]}
+        timed_once(section, able, rounds, results)
+    add_compared_memory(section, contenders, results)
+
+
+def timed_once(section, contenders, rounds, results):
     alive = {}
     with contextlib.ExitStack() as stack:
         for name, contender in contenders.items():
@@ -47,7 +56,8 @@ def timed(section, contenders, rounds, results):
                 started = time.perf_counter()
                 process = Process(contender)
                 stack.callback(process.close)
-                results[name].update(versions=process.versions, seconds=[])
+                results[name]["versions"] = process.versions
+                results[name].setdefault("seconds", [])
                 warm_up(section, process, results[name])
                 results[name]["warm-up seconds"] = time.perf_counter() - started
                 alive[name] = process
@@ -62,8 +72,11 @@ def timed(section, contenders, rounds, results):
         for name, process in alive.items():
             with recorded(results[name]):
                 add_memory(process, results[name])
-        # Their memory is measured apart, since one process says little.
-        compared = {name: contenders[name] for name in section.peaks if name in alive}
+
+
+def add_compared_memory(section, contenders, results):
+    """Measures the memory of those that a target compares apart: one process says little."""
+    compared = {n: contenders[n] for n in section.peaks if "failed" not in results.get(n, "failed")}
     for name in compared:
         results[name].update(start=[], peak=[])
     for repeat in range(MEMORY_REPEATS):
@@ -172,13 +185,12 @@ def measured(section, rounds, peers):
     if section.kind == "memory":
         fresh(section, contenders, results)
     else:
-        rounds *= section.patience
         timed(section, contenders, rounds, results)
     return {
         "section": section.name,
         "date": datetime.date.today().isoformat(),
         "machine": machine(),
-        "rounds": MEMORY_REPEATS if section.kind == "memory" else rounds,
+        "rounds": MEMORY_REPEATS if section.kind == "memory" else rounds * section.starts,
         "contenders": results,
     }
 
