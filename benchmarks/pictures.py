@@ -39,7 +39,7 @@ def bars(section, results):
         for row in (row for row, name in enumerate(names) if name in ("macrobatch", "tokens")):
             ends = [row - 0.5, row + 0.5]
             left.plot([section.mark] * 2, ends, color=TARGET, linewidth=2.5, zorder=3)
-    bar_panel(left, names, ratios, "{:.2f}")
+    bar_panel(left, names, ratios, "{:.2f}", section.mark)
     bar_panel(right, names, [measures.growth(results, name) for name in names], "{:.0f}")
     right.set_xlabel("peak memory above the start, MiB")
     left.set_yticks(range(len(names)), [contenders[name]["label"] for name in names])
@@ -49,7 +49,7 @@ def bars(section, results):
     return figure
 
 
-def bar_panel(axes, names, values, form):
+def bar_panel(axes, names, values, form, mark=None):
     errors = [[v.median - v.low for v in values], [v.high - v.median for v in values]]
     colours = [
         OURS if n in OUR_NAMES else FLOOR if n.startswith("floor") else OTHERS for n in names
@@ -61,10 +61,12 @@ def bar_panel(axes, names, values, form):
     spread_bars = {"ecolor": "black", "elinewidth": 1, "capsize": 2.5}
     axes.barh(range(len(names)), medians, 0.68, color=colours, xerr=errors, error_kw=spread_bars)
     widest = max(value.high for value in values)
-    for place, value in enumerate(values):
-        axes.text(
-            value.high + 0.02 * widest, place, form.format(value.median), va="center", fontsize=9
-        )
+    gap, width = 0.02 * widest, 0.13 * widest  # of a number
+    for place, (name, value) in enumerate(zip(names, values)):
+        start = value.high + gap
+        if name in OUR_NAMES and mark is not None and start - gap < mark < start + width:
+            start = mark + gap  # or the mark would cross it out
+        axes.text(start, place, form.format(value.median), va="center", fontsize=9)
     axes.set_xlim(0, 1.15 * widest)
     axes.spines[["top", "right"]].set_visible(False)
 
