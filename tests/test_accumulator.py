@@ -98,6 +98,8 @@ def selected(name, parameters, thorough):
     """XLA takes seconds to compile each: unless all are asked for, one stands for the rest."""
     if thorough or name != "test_each_family_of_optimizers":
         return True
+    if parameters["mode"] == "eager":
+        return "legacy" not in parameters["optimizer"]
     return parameters["mode"] != "compiled" or parameters["optimizer"] == next(iter(OPTIMIZERS))
 
 
