@@ -26,6 +26,8 @@ def selected(name, parameters, thorough):
     mode, cut = parameters.get("mode"), parameters.get("cut")
     if thorough:
         return True
+    if name == "test_recurrent_layers":  # README's code has one
+        return False
     if name == "test_ragged_tokens":
         return (mode, cut) in [("graph", "tokens"), ("eager", "size")]
     if name in ("test_masked_tokens", "test_batches_padded_to_their_own_longest"):
