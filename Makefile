@@ -4,8 +4,8 @@
 # make check        formatting, lint and types
 # make test-oldest  the test suite with the oldest supported TensorFlow and Keras (.ci/oldest.txt)
 # make test-tf1     GradientAccumulator's tests with TensorFlow 1.14 (.ci/tf1.txt), from the built wheel; needs Python 3.7
-# make bench        what an update costs in time and memory, against its targets (about 20 minutes)
-# make bench-peers  the same with gradient-accumulator and PyTorch, in environments of their own (about 10 minutes more)
+# make bench        what an update costs in time and memory, against its targets (under an hour)
+# make bench-peers  the same with gradient-accumulator and PyTorch, in environments of their own (about an hour, all in all)
 # make bench-replicas  what exchanging gradients between two workers costs, and a model of it (about ten minutes)
 # make clean        remove environments, caches and build products
 #
