@@ -81,7 +81,7 @@ pytest-tf1: .venv-tf1/installed
 	.venv-tf1/bin/python -m pip install --quiet --force-reinstall --no-deps build/tf1/*.whl
 	@.venv-tf1/bin/python -c 'import importlib.util as u, sys; path = u.find_spec("macrobatch").origin; \
 		sys.exit(0 if path.startswith(sys.prefix) else "Not the installed package: " + path)'
-	.venv-tf1/bin/python -W ignore -m pytest -q -c /dev/null --rootdir . --noconftest -p no:cacheprovider tests/test_accumulator_everywhere.py
+	.venv-tf1/bin/python -W ignore -m pytest -q -c /dev/null --rootdir . --noconftest -p no:cacheprovider tests/loops/test_accumulator_everywhere.py
 
 # matplotlib comes with the demo.
 bench: .venv/demo-installed

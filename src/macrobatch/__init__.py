@@ -24,11 +24,11 @@ import importlib
 from typing import TYPE_CHECKING, Any, List
 
 if TYPE_CHECKING:
-    from macrobatch._accumulator import GradientAccumulator
     from macrobatch._checks import ExactnessWarning
-    from macrobatch._cluster import wait_for_workers
-    from macrobatch._gradients import value_and_gradients
-    from macrobatch._keras import accumulate, release
+    from macrobatch._fit.install import accumulate, release
+    from macrobatch._gradient_accumulator import GradientAccumulator
+    from macrobatch._value_and_gradients import value_and_gradients
+    from macrobatch._workers.wait import wait_for_workers
 
 __version__ = "0.1.0"
 
@@ -43,11 +43,11 @@ __all__ = [
 
 _ROOMS = {
     "ExactnessWarning": "_checks",
-    "GradientAccumulator": "_accumulator",
-    "accumulate": "_keras",
-    "release": "_keras",
-    "value_and_gradients": "_gradients",
-    "wait_for_workers": "_cluster",
+    "GradientAccumulator": "_gradient_accumulator",
+    "accumulate": "_fit.install",
+    "release": "_fit.install",
+    "value_and_gradients": "_value_and_gradients",
+    "wait_for_workers": "_workers.wait",
 }
 
 

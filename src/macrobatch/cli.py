@@ -20,7 +20,7 @@ from typing import Any, List, Optional, Sequence
 
 # How long workers may take to end when they are asked to, before they are killed.
 GRACE_SECONDS = 5.0
-_WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_worker.py")
+_WORKER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "_workers", "script.py")
 # Each state of a progress bar, which ends in \r, is passed on like a line. A \r that comes last may
 # yet turn out to be half of \r\n.
 _LINE = re.compile(rb"([^\r\n]*)(\r?\n|\r(?=[^\n]))")

@@ -1,0 +1,1 @@
+"""Into Keras' fit()."""

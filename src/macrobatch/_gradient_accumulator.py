@@ -1,0 +1,294 @@
+"""GradientAccumulator: the sum of micro-batches that arrive one by one, from TensorFlow 1.14 on.
+
+The update is made from sum(weight * gradient) / sum(weight) over a window of micro-batches.
+"""
+
+from typing import Any, Callable, List, Optional, TypeVar
+
+import tensorflow as tf
+
+from macrobatch import _checks
+from macrobatch._tensorflow import graph
+from macrobatch._tensorflow import replicas as _replicas
+from macrobatch._tensorflow import sums as _sums
+from macrobatch._tensorflow import update as _update
+from macrobatch._tensorflow import window_checks as _window_checks
+from macrobatch._tensorflow.window import ROWS, Window
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _as_it_is(method: Method) -> Method:
+    """Keeps tf.function from converting this code's `if` and `for`, which need no conversion."""
+    keep = getattr(tf.autograph.experimental, "do_not_convert", None)  # newer than 1.14
+    return method if keep is None else keep(method)
+
+
+class GradientAccumulator(tf.Module):
+    """Sums the gradients of micro-batches and updates once, as their whole batch would.
+
+    For loops that get their micro-batches one by one. The update is made from the weighted mean of
+    the gradients, so that micro-batches may differ in size, and a window in length:
+
+        for x, y in dataset:                            # each element is a micro-batch
+            with tf.GradientTape() as tape:
+                losses = losses_of(y, model(x, training=True))
+                loss = tf.reduce_mean(losses)           # a mean over len(x) examples: its weight
+            accumulator.step(tape.gradient(loss, variables), weight=len(x))
+        accumulator.flush()                             # what is left of the last window
+
+    A variable that got no gradient in a whole window is not updated. Schedules and whatever else
+    counts steps in the optimizer count updates. Rows of embeddings stay rows. It runs eagerly, in
+    a `tf.function`, and in one with `jit_compile=True`. With several replicas, call `add` inside
+    `strategy.run`, and `apply` or `flush` outside of it.
+
+    It is a `tf.Module`: `tf.train.Checkpoint(accumulator=accumulator)` saves a window in the
+    middle, with the variables and the optimizer.
+
+    Args:
+        optimizer: any optimizer with `apply_gradients`: of Keras 3, tf_keras or
+            `tf.compat.v1.train`.
+        variables: the variables to update, in the order in which their gradients will come.
+        steps: the number of micro-batches in a window, for `step`.
+        reduction: `"mean"`, or `"sum"` if losses are already divided by what the whole window
+            divides them by. Then gradients have no weights.
+        nonfinite: what to do with gradients that are infinite or not a number. `"propagate"` adds
+            them; `"skip"` leaves that micro-batch out and counts it in `skipped`; `"raise"` is an
+            error.
+
+    Example:
+
+    >>> import macrobatch, tensorflow as tf
+    >>> variable = tf.Variable(1.0)
+    >>> optimizer = tf.compat.v1.train.GradientDescentOptimizer(0.5)
+    >>> accumulator = macrobatch.GradientAccumulator(optimizer, [variable])
+    >>> accumulator.add([tf.constant(2.0)], weight=3)  # the mean of three examples
+    >>> accumulator.add([tf.constant(6.0)], weight=1)  # and of one
+    >>> accumulator.apply()  # the mean of four is 3
+    >>> float(variable.numpy())
+    -0.5
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        variables: Any,
+        steps: Optional[int] = None,
+        *,
+        reduction: str = "mean",
+        nonfinite: str = "propagate",
+    ):
+        super().__init__(name="gradient_accumulator")
+        self._steps = _window_checks.steps(steps)
+        self._reduction = _window_checks.one_of("reduction", reduction, ["mean", "sum"])
+        policies = ["propagate", "skip", "raise"]
+        self._nonfinite = _window_checks.one_of("nonfinite", nonfinite, policies)
+        _window_checks.applies_gradients(optimizer, self._nonfinite)
+        variables = tf.nest.flatten(variables)
+        _checks.no_variables(variables)
+        for variable in variables:
+            _checks.variable(variable)
+        self._strategy = _replicas.strategy_of(variables)
+        # A checkpoint of the accumulator also saves these, which the window belongs to.
+        self.optimizer = optimizer
+        self._weights = [_replicas.tf_variable(variable) for variable in variables]
+        # Other optimizers than those of Keras 3 do not know its variables.
+        self._variables = variables if _update.is_of_keras_3(optimizer) else self._weights
+        self._window = Window(self._variables, self._strategy)
+        self._skipped = _replicas.variable(self._strategy, [], tf.float32, "skipped")
+        self._build_optimizer()
+
+    @property
+    def pending(self) -> Any:
+        """The number of micro-batches in the window. In a graph, a tensor."""
+        return _count(self._window.pending)
+
+    @property
+    def skipped(self) -> Any:
+        """The number of micro-batches that were left out so far. In a graph, a tensor."""
+        return _count(self._skipped)
+
+    @property
+    def total_weight(self) -> Any:
+        """The sum of the weights in the window; 0 with reduction="sum". In a graph, a tensor."""
+        total = _replicas.read(self._window.total)
+        return float(total) if tf.executing_eagerly() else total
+
+    @_as_it_is
+    def add(self, gradients: Any, *, weight: Any = None) -> None:
+        """Adds the gradients of a micro-batch to the window.
+
+        Args:
+            gradients: a gradient for each variable, None where there is none.
+            weight: what the loss of this micro-batch is a mean over: the number of its examples,
+                or of its tokens. Required, and refused with reduction="sum".
+
+        Raises:
+            ValueError: if the gradients do not fit the variables, or for a weight that is missing,
+                negative or not finite. Nothing has changed then. In a graph it is an
+                InvalidArgumentError where it shows only when it runs; XLA has no such errors, so
+                that weights which are tensors are not checked there.
+        """
+        _window_checks.place_to_add(self._strategy, _replicas.in_replica())
+        _replicas.check_scope(self._strategy)
+        gradients = _window_checks.gradients(gradients, self._variables)
+        _window_checks.weight(weight, self._reduction)
+        _window_checks.raises_in_xla(self._nonfinite, graph.in_xla())
+        gradients = self._window.prepared(gradients)
+        checks = [(_have_shapes(gradients, self._variables), _window_checks.GRADIENT_SHAPES)]
+        if weight is not None:
+            weight = tf.cast(weight, self._window.total.dtype)
+            good = tf.logical_and(weight >= 0, tf.math.is_finite(weight))
+            checks.append((good, _window_checks.WEIGHT))
+        if self._nonfinite == "raise":
+            checks.append((_sums.are_finite(gradients), _window_checks.NOT_FINITE))
+
+        def hold() -> None:
+            self._window.add(gradients, weight)
+
+        with graph.refuse_unless(*checks):
+            if self._nonfinite == "skip":
+                finite = _sums.are_finite(gradients)
+                graph.when(finite, hold, lambda: self._skipped.assign_add(1.0))
+            else:
+                hold()
+
+    @_as_it_is
+    def apply(self) -> None:
+        """Updates the variables from the window, and starts a new one.
+
+        Raises:
+            ValueError: if the window is empty.
+        """
+        self._check_place("apply")
+        _window_checks.applies_in_xla(not graph.in_xla())
+        some = _replicas.read(self._window.pending) > 0
+        with graph.refuse_unless((some, _window_checks.EMPTY_WINDOW)):
+            self._apply()
+
+    @_as_it_is
+    def step(self, gradients: Any, *, weight: Any = None) -> Any:
+        """Adds the gradients of a micro-batch, and applies when `steps` are in the window.
+
+        Args:
+            gradients: as for `add`.
+            weight: as for `add`.
+
+        Returns:
+            Whether it applied. In a graph, a tensor.
+        """
+        steps = _window_checks.has_steps(self._steps)
+        self._check_place("step")
+        self.add(gradients, weight=weight)
+        full = tf.round(_replicas.read(self._window.pending)) >= steps
+        if graph.in_xla():
+            # What this step has added is sure to be there, and has to be all.
+            kinds = self._window.kinds()
+            gradients = tf.nest.flatten(gradients)
+            complete = all(g is not None for g in gradients) and not kinds[ROWS].any()
+            _window_checks.applies_in_xla(complete)
+            self._window.refuse_rows()
+            graph.when(full, lambda: self._update(kinds))
+        else:
+            graph.when(full, self._apply)
+        return bool(full) if tf.executing_eagerly() else full
+
+    @_as_it_is
+    def flush(self) -> Any:
+        """Applies what is in the window, if there is anything.
+
+        Returns:
+            Whether it applied. In a graph, a tensor.
+        """
+        self._check_place("flush")
+        _window_checks.applies_in_xla(not graph.in_xla())
+        some = _replicas.read(self._window.pending) > 0
+        graph.when(some, self._apply)
+        return bool(some) if tf.executing_eagerly() else some
+
+    @_as_it_is
+    def reset(self) -> None:
+        """Forgets the window."""
+        _replicas.run(self._strategy, self._window.clear)
+
+    def _check_place(self, method: str) -> None:
+        _window_checks.place_to_apply(self._strategy, _replicas.in_replica(), method)
+
+    def _build_optimizer(self) -> None:
+        """Makes the variables of the optimizer, where it has a way to: not in a branch later."""
+        optimizer = self.optimizer
+        build = getattr(optimizer, "build", None)
+        if build is None or getattr(optimizer, "built", getattr(optimizer, "_built", False)):
+            return
+        with tf.init_scope():
+            if self._strategy is None:
+                build(self._variables)
+            else:
+                with self._strategy.scope():
+                    build(self._variables)
+
+    def _apply(self) -> None:
+        """Updates from what is in the window."""
+        if tf.executing_eagerly():
+            self._update(_replicas.read(self._window.arrivals).numpy() > 0)
+            return
+        # In a graph it is fixed which gradients an update has: those that have come so far. For a
+        # window with others, because nothing had come yet or because it is shared by functions
+        # with different gradients, leave the graph.
+        kinds = self._window.kinds()
+        as_expected = tf.reduce_all(tf.equal(_replicas.read(self._window.arrivals) > 0, kinds))
+
+        def update() -> None:
+            if kinds.any():
+                self._update(kinds)
+
+        def leave() -> None:
+            with tf.control_dependencies([tf.py_function(self._apply_eagerly, [], tf.bool)]):
+                # What is read later in the graph must wait: it does, for what is written here.
+                for variable in self._everything():
+                    for part in _replicas.parts(self._strategy, variable):
+                        part.assign_add(tf.zeros_like(part))
+
+        graph.when(tf.logical_and(as_expected, bool(kinds.any())), update, leave)
+
+    def _apply_eagerly(self) -> bool:
+        self._apply()
+        return True
+
+    def _everything(self) -> List[Any]:
+        """The variables that an update writes, as far as they are known."""
+        window, variables = self._window, getattr(self.optimizer, "variables", [])
+        variables = variables() if callable(variables) else variables
+        of_optimizer = [_replicas.tf_variable(variable) for variable in variables]
+        counts = [window.pending, window.total, window.arrivals]
+        return [*self._weights, *of_optimizer, *counts, *window.variables_of_sums()]
+
+    def _update(self, kinds: Any) -> None:
+        """Updates from gradients of these kinds, and begins a new window."""
+        _window_checks.some_gradients(kinds.any())
+        total = _replicas.read(self._window.total)
+        one = tf.ones_like(total)
+        factor = one if self._reduction == "sum" else tf.math.divide_no_nan(one, total)
+
+        def update() -> None:
+            gradients = self._window.gradients(kinds, factor)
+            _update.apply_gradients(self.optimizer, gradients, self._variables)
+            self._window.clear()
+
+        _replicas.run(self._strategy, update)
+
+
+def _count(variable: Any) -> Any:
+    count = tf.cast(tf.round(_replicas.read(variable)), tf.int32)
+    return int(count) if tf.executing_eagerly() else count
+
+
+def _have_shapes(gradients: List[Any], variables: List[Any]) -> Any:
+    """Whether gradients whose shapes a graph does not know have those of their variables."""
+    fit = [tf.constant(True)]
+    for gradient, variable in zip(gradients, variables):
+        unknown = tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices)
+        if unknown and not gradient.shape.is_fully_defined():
+            shape = tf.TensorShape(variable.shape).as_list()
+            fit.append(tf.reduce_all(tf.equal(tf.shape(gradient), shape)))
+    return tf.reduce_all(tf.stack(fit))

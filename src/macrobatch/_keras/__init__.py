@@ -1,0 +1,1 @@
+"""Keras' arithmetic, from values to values."""

@@ -1,0 +1,1 @@
+"""TensorFlow's graph, sums, loop and replicas."""

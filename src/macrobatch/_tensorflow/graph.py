@@ -1,0 +1,81 @@
+"""Now, in a graph, or in a graph that XLA compiles: what differs between the three stands here.
+Runs on TensorFlow 1.14 too.
+"""
+
+from typing import Any, Callable, ContextManager, Tuple
+
+import tensorflow as tf
+
+# Whether the code being traced will be compiled by XLA is not public, and decides how to cut: XLA
+# needs slices of static size. tests/rooms/test_internals.py notices if this name goes.
+from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+
+def in_xla() -> bool:
+    """Whether the graph being traced will be compiled by XLA."""
+    return not tf.executing_eagerly() and GraphOrParentsInXlaContext(
+        tf.compat.v1.get_default_graph()
+    )
+
+
+# How a refusal is found again in the message of a graph's error.
+REFUSAL = "macrobatch refuses: "
+
+
+def refuse_unless(*checks: Tuple[Any, str]) -> ContextManager[Any]:
+    """Raises a ValueError now, or lets the graph raise one when it runs.
+
+    Args:
+        *checks: pairs of a condition, which may be a tensor, and what to say if it is false.
+
+    Returns:
+        A context. In a graph, operations made in it run only if all conditions hold. (XLA drops
+        assertions.)
+    """
+    assertions = []
+    for condition, message in checks:
+        if tf.is_tensor(condition) and not tf.executing_eagerly():
+            assertions.append(tf.debugging.Assert(condition, [REFUSAL + message]))
+        elif not condition:
+            raise ValueError(message)
+    return tf.control_dependencies(assertions)
+
+
+def checked(values: Any, *checks: Tuple[Any, str]) -> Any:
+    """The values, once all conditions are known to hold."""
+    with refuse_unless(*checks):
+        return tf.identity(values)
+
+
+def when(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any] = tf.no_op) -> Any:
+    """Calls one of two functions, now or in the graph. What it returns is there afterwards."""
+    if tf.executing_eagerly():
+        (then if condition else otherwise)()
+        return tf.constant(True)
+
+    def branch(function: Callable[[], Any]) -> Any:
+        function()
+        return tf.constant(True)
+
+    return tf.cond(condition, lambda: branch(then), lambda: branch(otherwise))
+
+
+def to_tensors(batch: Any) -> Any:
+    """The batch with arrays as tensors; None, ragged and sparse tensors stay as they are."""
+    return tf.nest.map_structure(
+        lambda leaf: leaf if leaf is None or tf.is_tensor(leaf) else tf.convert_to_tensor(leaf),
+        batch,
+    )
+
+
+def specs_of(batch: Any, any_size: bool = False) -> Any:
+    """The types and shapes of the tensors in a batch; if `any_size`, of any number of examples."""
+
+    def spec(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        if any_size and isinstance(leaf, tf.Tensor):
+            return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
+        return tf.type_spec_from_value(leaf)
+
+    return tf.nest.map_structure(spec, to_tensors(batch))

@@ -1,0 +1,101 @@
+"""One reduction over replicas, one call of the optimizer. Runs on TensorFlow 1.14 too."""
+
+import collections
+import functools
+import inspect
+import threading
+from typing import Any, List
+
+import tensorflow as tf
+
+from macrobatch import _checks
+from macrobatch._tensorflow import checks as _replica_checks
+from macrobatch._tensorflow import replicas as _replicas
+from macrobatch._tensorflow import sums as _sums
+
+
+def apply_gradients(optimizer: Any, gradients: List[Any], variables: List[Any]) -> None:
+    """Calls an optimizer with gradients; in a replica, with their sums over all replicas.
+
+    Left to itself an optimizer would clip the part of each replica, and Keras 3 take a row that
+    several replicas bring for different rows. So they are summed before it sees them.
+    """
+    if _replicas.in_several():
+        _replica_checks.optimizer_on_replicas(optimizer)
+    arguments = _no_reduction_of_its_own(optimizer) if _replicas.in_several() else None
+    if arguments is not None:
+        gradients = _agreed(gradients, variables)
+        there = [gradient for gradient in gradients if gradient is not None]
+        sums = iter(_replicas.total(there))
+        gradients = [g if g is None else _sums.merge_rows(next(sums)) for g in gradients]
+    # Sums are float32 or wider, also those over replicas; variables may be narrower.
+    dtypes = [tf.as_dtype(variable.dtype).base_dtype for variable in variables]
+    gradients = [_sums.cast(gradient, dtype) for gradient, dtype in zip(gradients, dtypes)]
+    summed = [] if arguments is None else [id(each) for each in _with_inner_ones(optimizer)]
+    with _counting:
+        _reduced.update(summed)
+    try:
+        optimizer.apply_gradients(list(zip(gradients, variables)), **(arguments or {}))
+    finally:
+        with _counting:
+            _reduced.subtract(summed)
+
+
+def is_of_keras_3(optimizer: Any) -> bool:
+    """Whether an optimizer is one of Keras 3, known by what it sums over replicas with."""
+    return hasattr(optimizer, "_all_reduce_sum_gradients")
+
+
+def _agreed(gradients: List[Any], variables: List[Any]) -> List[Any]:
+    """The gradients, of the same kinds on all replicas: zeros where only others have one."""
+    if not tf.executing_eagerly():  # In a graph all replicas have the same.
+        return gradients
+    sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
+    dense = [g is not None and not rows for g, rows in zip(gradients, sparse)]
+    (counts,) = _replicas.total([tf.constant([sparse, dense], tf.float32)])
+    agreed = []
+    for gradient, variable, some_rows, some_dense in zip(gradients, variables, *counts.numpy()):
+        shape, dtype = tf.TensorShape(variable.shape), _sums.wide(tf.as_dtype(variable.dtype))
+        if gradient is None and some_dense:
+            gradient = tf.zeros(shape, dtype)
+        elif gradient is None and some_rows:
+            none = tf.zeros([0, *shape[1:]], dtype)
+            gradient = tf.IndexedSlices(none, tf.zeros([0], tf.int64), tf.constant(shape, tf.int64))
+        agreed.append(_sums.dense(gradient) if some_dense else gradient)
+    return agreed
+
+
+# How many replicas are in a call with gradients that are summed already, for each optimizer. It
+# counts for all threads, since an optimizer may go on in another one (LossScaleOptimizer does).
+_reduced: "collections.Counter[int]" = collections.Counter()
+_counting = threading.Lock()
+
+
+def _with_inner_ones(optimizer: Any) -> List[Any]:
+    inner = _checks.inner_optimizers(optimizer)
+    return [optimizer, *(one for each in inner for one in _with_inner_ones(each))]
+
+
+def _no_reduction_of_its_own(optimizer: Any) -> Any:
+    """The arguments with which an optimizer takes gradients as they are; None if it does not."""
+    if not is_of_keras_3(optimizer):
+        names = inspect.signature(optimizer.apply_gradients).parameters
+        for name, value in _NO_REDUCTION.items():
+            if name in names:
+                return {name: value}
+        return None  # tf.compat.v1.train, which takes the sum itself, also of rows
+    # Keras 3 has no public way. The class stays as it is for all other calls.
+    owner: Any = next(c for c in type(optimizer).__mro__ if "_all_reduce_sum_gradients" in vars(c))
+    reduce = vars(owner)["_all_reduce_sum_gradients"]
+    if not hasattr(reduce, "__wrapped__"):
+
+        @functools.wraps(reduce)
+        def reduce_once(self: Any, pairs: Any) -> Any:
+            return list(pairs) if _reduced[id(self)] > 0 else reduce(self, pairs)
+
+        owner._all_reduce_sum_gradients = reduce_once
+    return {}
+
+
+# In tf_keras: its optimizers, and the legacy ones.
+_NO_REDUCTION = {"skip_gradients_aggregation": True, "experimental_aggregate_gradients": False}

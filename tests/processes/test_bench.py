@@ -1,0 +1,107 @@
+"""The arithmetic and the tables of the benchmarks, on made-up measurements."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
+
+
+@pytest.fixture(autouse=True)
+def _benchmarks_on_path(monkeypatch):
+    monkeypatch.setattr(sys, "path", [str(FOLDER), *sys.path])
+
+
+def results(**seconds):
+    contenders = {
+        name: {"label": name, "seconds": times, "start": [100.0], "peak": [150.0]}
+        for name, times in seconds.items()
+    }
+    return {"contenders": contenders}
+
+
+def test_a_ratio_is_of_times_of_the_same_round():
+    import measures
+
+    # The machine was ten times slower in the second round: the ratio does not see it.
+    assert measures.ratio([2.0, 20.0, 2.0], [1.0, 10.0, 1.0]) == (2.0, 2.0, 2.0)
+
+
+def test_the_floor_is_the_faster_of_its_forms():
+    import measures
+
+    found = results(
+        **{"floor, loop": [3.0, 3.0], "floor, unrolled": [2.0, 2.0], "ours": [3.0, 3.0]}
+    )
+    assert measures.time_ratio(found, "ours", "floor").median == 1.5
+
+
+def test_the_line_of_a_line_has_no_residual():
+    import measures
+
+    sizes = np.array([32, 64, 4096])
+    a, b, residual = measures.line(sizes, 0.5 + 0.01 * sizes)
+    assert (a, b) == (pytest.approx(0.5), pytest.approx(0.01))
+    assert residual == pytest.approx(0, abs=1e-9)
+    assert measures.line([1, 2, 3], [1, 2, 4])[2] > 0.05
+
+
+def test_a_difference_is_a_part_of_the_distance_moved():
+    import measures
+
+    before, expected = np.zeros(2), np.array([3.0, 4.0])
+    assert measures.difference(np.array([3.0, 4.5]), expected, before) == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("at_least", "value", "verdict"),
+    [
+        (False, 1.09, "met"),
+        (False, 1.21, "**MISSED** by 0.11 x"),
+        (True, 1.2, "met"),
+        (True, 0.55, "**MISSED** by 0.55 x"),
+    ],
+)
+def test_a_verdict_says_by_how_much(at_least, value, verdict):
+    import report
+    import sections
+
+    target = sections.Target("", lambda results: value, 1.1, at_least)
+    assert report.verdict(target, value) == verdict
+
+
+def test_a_failed_contender_keeps_its_row_and_loses_no_other():
+    import report
+    import sections
+
+    section = sections.all_sections()["embedding"]
+    found = results(plain=[1.0], macrobatch=[1.0], keras=[2.0])
+    found["contenders"]["plain"] = {"label": "plain", "failed": "ValueError: no"}
+    rows = report.contender_table(section, found)
+    assert rows[1][:2] == ["plain", "failed: ValueError: no"]
+    assert [row[0] for row in rows[2:]] == ["macrobatch", "keras"]
+    verdicts = {row[0]: row[2:] for row in report.target_table(section, found)}
+    assert verdicts["speed against Keras' accumulation"][1] == "met"
+    assert verdicts["extra memory over plain: Keras"][0] == "a contender failed"
+
+
+def test_tables_go_between_their_markers_only():
+    import report
+
+    page = (
+        "<!-- bench:cnn -->\nold\n<!-- /bench -->\nb\n<!-- bench:mlp -->\nkept\n<!-- /bench -->\n"
+    )
+    written = report.with_tables(page, {"cnn": "new"})
+    assert "old" not in written
+    assert "<!-- bench:cnn -->\n\nnew\n\n<!-- /bench -->\nb\n" in written
+    assert "kept" in written
+    assert report.with_tables(written, {"cnn": "new"}) == written
+
+
+def test_every_section_has_a_place_in_the_documentation():
+    import sections
+
+    page = (FOLDER.parent / "docs" / "performance.md").read_text()
+    assert all(f"<!-- bench:{name} -->" in page for name in sections.all_sections())

@@ -1,0 +1,98 @@
+"""The examples, and the code in the documentation, as a reader would run them."""
+
+import os
+import pathlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent.parent
+
+
+def run(*command):
+    environment = {**os.environ, "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
+    result = subprocess.run(
+        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    return result
+
+
+def differences(output):
+    return [float(number) for number in re.findall(r"by at most (\S+?),?\s", output)]
+
+
+def test_custom_loop():
+    single, mixed = differences(run(ROOT / "examples/custom_loop.py").stdout)
+    assert single < 1e-5  # weights move by 0.2
+    assert mixed < 1e-3
+
+
+def test_stream():
+    result = run(ROOT / "examples/stream.py")
+    found = differences(result.stdout)
+    assert len(found) == 4
+    assert max(found) < 1e-5  # an update moves weights by 0.01
+    assert "AutoGraph could not" not in result.stderr
+
+
+def test_multi_device():
+    (difference,) = differences(run(ROOT / "examples/multi_device.py").stdout)
+    assert difference < 1e-5  # weights move by 0.1
+
+
+def test_multi_worker(tmp_path):
+    """As it is, and started by the launcher, both with the updates of the same batches."""
+    script = ROOT / "examples/multi_worker.py"
+    folder = ["--folder", str(tmp_path), "--epochs", "2"]
+    launcher = ["-m", "macrobatch", "run", "--workers", "2"]
+    alone, together = run(script, *folder), run(*launcher, script, *folder)
+    for result in (alone, together):
+        losses = re.findall(r"loss: \[(\S+), (\S+)\]", result.stdout)
+        assert losses
+        assert all(losses[0] == each for each in losses), "workers report different losses"
+        assert float(losses[0][1]) < float(losses[0][0])
+    assert [path.name for path in tmp_path.iterdir()] == ["model.keras"]
+
+
+def blocks_of(page):
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert blocks
+    return blocks
+
+
+@pytest.mark.parametrize("page", ["docs/custom-loops.md", "docs/scaling.md"])
+def test_code_in_the_documentation(page, tmp_path):
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks_of(page)))
+    run(script)
+
+
+# What the README's code takes for granted.
+GIVEN = """
+import keras, macrobatch, numpy as np, tensorflow as tf
+x = x_val = np.random.default_rng(0).normal(size=[48, 784]).astype("float32")
+y = y_val = np.arange(48) % 10
+model = keras.Sequential([keras.Input([784]), keras.layers.Dense(10)])
+model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+texts = np.arange(1, 25) % 8 * (np.arange(24) < np.arange(48)[:, None] % 24)
+tags = texts % 5
+signals, classes = np.where(texts[:, :, None], np.ones(4), 0).astype("float32"), tags[:, 0]
+"""
+GIVEN_TO_LOOPS = """
+model = keras.Sequential([keras.Input([784]), keras.layers.Dense(1)])
+y = y[:, None].astype("float32")
+optimizer = keras.optimizers.Adam()
+dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
+"""
+
+
+def test_code_in_the_readme(tmp_path):
+    first, use, *lengths, step, stream, replicas = blocks_of("README.md")
+    script = tmp_path / "readme.py"
+    # Its batches are larger than the data here, so that nothing is accumulated: it says so.
+    before_loops = [GIVEN, first, use, *lengths, replicas]
+    script.write_text("\n".join([*before_loops, GIVEN_TO_LOOPS, step, stream]))
+    run(script)
