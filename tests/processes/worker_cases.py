@@ -1,4 +1,4 @@
-"""What tests/processes/test_workers.py runs on several workers, and plainly on one device to compare with.
+"""What test_workers.py runs on several workers, and plainly on one device to compare with.
 
     macrobatch run --workers 2 tests/processes/worker_cases.py FOLDER
 
