@@ -24,8 +24,8 @@ import importlib
 from typing import TYPE_CHECKING, Any, List
 
 if TYPE_CHECKING:
+    from macrobatch._accumulate import accumulate, release
     from macrobatch._checks import ExactnessWarning
-    from macrobatch._fit.install import accumulate, release
     from macrobatch._gradient_accumulator import GradientAccumulator
     from macrobatch._value_and_gradients import value_and_gradients
     from macrobatch._workers.wait import wait_for_workers
@@ -44,8 +44,8 @@ __all__ = [
 _ROOMS = {
     "ExactnessWarning": "_checks",
     "GradientAccumulator": "_gradient_accumulator",
-    "accumulate": "_fit.install",
-    "release": "_fit.install",
+    "accumulate": "_accumulate",
+    "release": "_accumulate",
     "value_and_gradients": "_value_and_gradients",
     "wait_for_workers": "_workers.wait",
 }
@@ -56,7 +56,7 @@ def __getattr__(name: str) -> Any:
     if name not in _ROOMS:
         raise AttributeError(f"module 'macrobatch' has no attribute {name!r}")
     checks = importlib.import_module("macrobatch._checks")
-    checks.known_here(name)
+    checks.check_available(name)
     value = getattr(importlib.import_module(f"macrobatch.{_ROOMS[name]}"), name)
     globals()[name] = value
     return value

@@ -1,18 +1,22 @@
 """value_and_gradients: the loss and the gradients of a whole batch, for loops of your own."""
 
-from typing import Any, Callable, NamedTuple, Optional, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import tensorflow as tf
 
-from macrobatch import _checks
-from macrobatch._batches import by_length as _lengths
-from macrobatch._batches import checks as _length_checks
-from macrobatch._batches import padding as _padding
-from macrobatch._batches import split as _split
-from macrobatch._keras import stateless as _stateless
-from macrobatch._tensorflow import loop as _loop
-from macrobatch._tensorflow import replicas as _replicas
-from macrobatch._tensorflow import sums as _sums
+from macrobatch import _checks, _internals
+from macrobatch._batches import checks as batch_checks
+from macrobatch._batches import in_order
+from macrobatch._batches.cut import Cut
+from macrobatch._fit.padding import low_precision
+from macrobatch._keras import checks as keras_checks
+from macrobatch._keras import stateless
+from macrobatch._keras.scope import Written
+from macrobatch._tensorflow import graph, replicas, sums, trial
+from macrobatch._tensorflow import loss_fn as loss_fns
+from macrobatch._tensorflow.engine import ENGINE
+from macrobatch._tensorflow.loop import Loop, after, gradients_of
+from macrobatch._types import Batch, Part, Tensor, names
 
 
 def value_and_gradients(
@@ -98,15 +102,13 @@ def value_and_gradients(
     ...     return loss
     >>> loss = train_step((tf.ones([100, 3]), tf.ones([100, 1])))
     """
-    cut = _lengths.Cut(
-        *_length_checks.sizes(
+    cut = Cut(
+        *batch_checks.sizes(
             micro_batch_size, micro_batch_tokens, sequence_axis, lengths, of=["batch"]
         )
     )
-    conversion = _stateless.conversion()
-    return _value_and_gradients(
-        _checks.loss_fn(loss_fn), variables, batch, cut, has_aux, conversion
-    )
+    status = _internals.autograph_status()
+    return _value_and_gradients(loss_fns.checked(loss_fn), variables, batch, cut, has_aux, status)
 
 
 # Only `loss_fn` may need to be converted; this code does not, and it takes a while.
@@ -114,178 +116,135 @@ def value_and_gradients(
 def _value_and_gradients(
     loss_fn: Callable[[Any], Any],
     variables: Any,
-    batch: Any,
-    cut: _lengths.Cut,
+    batch: Batch,
+    cut: Cut,
     has_aux: bool,
-    conversion: Any,
+    status: Any,
 ) -> Tuple[Any, Any]:
     trained = [_checks.variable(variable) for variable in tf.nest.flatten(variables)]
     _checks.no_variables(trained)
-    _checks.is_one_batch(batch)
-    trained = [_replicas.tf_variable(variable) for variable in trained]
-    batch = _split.to_tensors(batch)
-    several = _replicas.in_several()
-    _replicas.check_scope(_replicas.strategy_of(trained))
-    examples = _split.examples_in(batch, may_be_empty=several)
-    jit_compile = cut.axis is not None and _is_compiled(loss_fn)
-    x, weights = _inputs_and_weights(batch)
-    micro_batches = cut.apply(batch, examples, (batch,), x, weights, rounded=jit_compile)
-    user_fn, loss_fn = loss_fn, _stateless.converted(loss_fn, conversion)
-    function = _stateless.Function(loss_fn, tf.nest.flatten(variables))
-    if several or not tf.executing_eagerly():  # Replicas must agree on what they write.
-        _dry_run(function, micro_batches)
+    loss_fns.is_one_batch(batch)
+    weights = [replicas.tf_variable(variable) for variable in trained]
+    replicas.check_scope(replicas.strategy_of(weights))
+    batch = graph.to_tensors(batch)
+    batch, examples = in_order.checked(batch, ENGINE, may_be_empty=replicas.in_several())
+    jit_compile = cut.axis is not None and _internals.is_compiled(loss_fn)
+    x, sample_weight = _inputs_and_weights(batch)
+    micro_batches = cut.apply(
+        batch, examples, ENGINE, (batch,), x, sample_weight, few_shapes=jit_compile
+    )
+    user_fn, loss_fn = loss_fn, _converted(loss_fn, status)
+    written = Written([], trained)
 
-    def mean_of(micro_batch: Any, written: _stateless.State) -> Any:
-        result, written = function(micro_batch, written)
-        result, aux = _checks.with_aux(result) if has_aux else (result, ())
-        return _mean(result, _split.size_of(micro_batch)), aux, written
-
-    def outcome(micro_batch: Any) -> Any:
-        with tf.GradientTape() as tape:
-            mean, *_ = mean_of(micro_batch, function.written.start())
-        gradients = _padding.gradients(tape, mean.numerator, trained)
-        return {"loss": [mean.numerator, mean.denominator, *gradients]}
-
-    if isinstance(micro_batches, _lengths.ByLength):
-        coarse = _padding.low_precision([])
-        trial = _padding.Trial(
-            [outcome],
-            lambda: function.drew,
-            user_fn,
-            coarse,
-            lambda: not function.written.normalizing,
-        )
-        _padding.check_once(user_fn, trained, micro_batches, trial)
-
-    def step(micro_batch: Any, state: _State) -> _loop.Part:
+    def step(micro_batch: Batch, values: Any, counts: Any, alone: bool) -> Part:
+        dropout, scale, *own = values
         with tf.GradientTape() as tape, tf.GradientTape() as tape_of_weights:
-            mean, aux, written = mean_of(micro_batch, state.written)
-            scale = tf.stop_gradient(mean.scale(examples))
-            scale = tf.where(state.scale > 0, state.scale, scale)
+            result = stateless.run(
+                lambda: loss_fn(micro_batch),
+                written,
+                own,
+                alone,
+                dropout if micro_batches.has_lengths else None,
+            )
+            value, aux = loss_fns.with_aux(result.value) if has_aux else (result.value, ())
+            mean = loss_fns.mean_of(value, ENGINE.examples(micro_batch))
+            # Losses are divided by about the denominator of the whole batch before the backward
+            # pass, so that float16 gradients are of the size that they have in the whole batch.
+            # The first micro-batch tells it. The difference is mended at the end.
+            first_scale = tf.stop_gradient(mean.scale(examples))
+            scale = tf.where(scale > 0, scale, first_scale)
             numerator = mean.numerator / tf.cast(scale, mean.numerator.dtype)
             denominator = mean.denominator / tf.cast(scale, mean.denominator.dtype)
         # Mostly weights are constants, and these are None.
-        of_denominator = _loop.gradients_of(tape_of_weights, denominator, trained)
+        of_denominator = gradients_of(tape_of_weights, denominator, weights)
         del tape_of_weights  # or it would keep activations that the other one is done with
-        of_numerator = _loop.gradients_of(tape, numerator, trained)
+        of_numerator = gradients_of(tape, numerator, weights)
         if mean.may_be_empty:
             there = tf.not_equal(mean.denominator, 0)
-            of_numerator = [_sums.scaled(_sums.widened(g), there) for g in of_numerator]
-        sums = [numerator, denominator, *of_numerator, *of_denominator]
-        return _loop.Part(sums, _State(scale, written), aux=aux)
+            of_numerator = [sums.scaled(sums.widened(g), there) for g in of_numerator]
+        return Part(
+            [numerator, denominator, *of_numerator, *of_denominator],
+            written=[None, scale, *result.written],
+            moments=result.moments,
+            aux=aux,
+        )
 
-    start = _State(tf.zeros([]), function.written.start())
-    (numerator, denominator, *sums), state, _, aux = _loop.sum_over_micro_batches(
-        step, micro_batches, start, function.written.synchronized, jit_compile
-    )
-    scale = tf.cast(state.scale, denominator.dtype)
-    whole = _replicas.total([numerator * scale, denominator * scale])
+    def values() -> List[Tensor]:
+        # A factor for all rates of dropout, and no scale yet.
+        return [tf.ones([]), tf.zeros([]), *written.values()]
+
+    def outcome(micro_batch: Batch) -> trial.Found:
+        start = [tf.zeros([]), tf.ones([]), *loop.values[2:]]
+        return {"loss": trial.comparable(loop.part(micro_batch, start, []).sums)}
+
+    with batch_checks.explaining(micro_batches, lambda like: _dry_run(loss_fn, trained, like)):
+        loop = Loop(step, micro_batches, values, lambda: 2 + len(written.variables), jit_compile)
+        check = trial.Trial(
+            [outcome],
+            lambda: written.drew,
+            user_fn,
+            low_precision([]),
+            lambda: not written.normalizing,
+        )
+        trial.check_once(user_fn, weights, micro_batches, check)
+        part = loop.run([], _synchronized(written))
+    _warn(written)
+    (numerator, denominator, *gradients), scale = part.sums, part.written[1]
+    scale = tf.cast(scale, denominator.dtype)
+    whole = replicas.total([numerator * scale, denominator * scale])
     loss = tf.math.divide_no_nan(*whole)
     # d(N / D) = (dN - N / D * dD) / D, and of that the part of this replica.
     factor = tf.math.divide_no_nan(scale, whole[1])
-    gradients = []
-    for variable, of_numerator, of_denominator in zip(trained, sums, sums[len(trained) :]):
-        gradient = _sums.add(of_numerator, _sums.scaled(of_denominator, -loss))
-        gradients.append(_sums.cast(_sums.scaled(gradient, factor), variable.dtype))
-    with _loop.after((loss, gradients, aux)):
-        function.written.write(state.written)
-    gradients = tf.nest.pack_sequence_as(variables, gradients)
-    return ((loss, aux) if has_aux else loss), gradients
+    found = []
+    for weight, of_numerator, of_denominator in zip(weights, gradients, gradients[len(weights) :]):
+        gradient = sums.add(of_numerator, sums.scaled(of_denominator, -loss))
+        gradient = sums.merge_rows(sums.scaled(gradient, factor))
+        found.append(sums.cast(gradient, weight.dtype))
+    with after((loss, found, part)):
+        written.write(part.written[2:], part.moments, ENGINE)
+    found = tf.nest.pack_sequence_as(variables, found)
+    return ((loss, part.aux) if has_aux else loss), found
 
 
-def _is_compiled(function: Any) -> bool:
-    # Private, and the only place where a tf.function tells; tests/test_lengths.py notices.
-    return bool(getattr(function, "_jit_compile", False))
+def _converted(function: Callable[[Any], Any], status: Any) -> Callable[[Any], Any]:
+    """A user's function as a tf.function would trace it."""
+    if tf.executing_eagerly():
+        return function
+
+    # A function that was made inside a tf.function is converted already, but what it calls is only
+    # converted where converted code calls it, as this will be.
+    def call(micro_batch: Batch) -> Any:
+        return function(micro_batch)
+
+    return _internals.autograph_converted(call, status)
 
 
-def _inputs_and_weights(batch: Any) -> Tuple[Any, Any]:
+def _inputs_and_weights(batch: Batch) -> Tuple[Any, Any]:
     """What of a batch tells the lengths of examples: of a tuple, as Keras means it."""
     if not isinstance(batch, tuple) or hasattr(batch, "_fields"):
         return batch, None
     return batch[0], batch[2:]
 
 
-def _dry_run(function: _stateless.Function, micro_batches: _split.MicroBatches) -> None:
-    if not isinstance(micro_batches, _lengths.ByLength):
-        function.dry_run(micro_batches.first())
-        return
-    try:
-        function.dry_run(micro_batches.shorter())
-    except Exception as error:
-        function.dry_run(micro_batches.whole())  # raises what has nothing to do with lengths
-        axis = micro_batches.sequences.axis
-        raise ValueError(_length_checks.cannot_be_shorter(axis, error)) from error
+def _dry_run(loss_fn: Callable[[Any], Any], trained: List[Any], like: Batch) -> None:
+    """Traces the function into a graph that is thrown away."""
+    written = Written([], trained)
+
+    def run(micro_batch: Batch) -> None:
+        stateless.run(lambda: loss_fn(micro_batch), written, [], alone=True)
+
+    tf.function(run, autograph=False).get_concrete_function(like)
 
 
-class _State(NamedTuple):
-    # About the denominator of the whole batch, as the first micro-batch lets expect it. Losses are
-    # divided by it before the backward pass, so that float16 gradients are of the size that they
-    # have in the whole batch; what it is off by is mended at the end.
-    scale: Any
-    written: _stateless.State
+def _synchronized(written: Written) -> List[str]:
+    """The names of layers in which replicas meet."""
+    if not replicas.in_several():
+        return []
+    return [layer.name for layer in written.normalizing if layer.synchronized]
 
 
-class _Mean(NamedTuple):
-    """The loss of a micro-batch, numerator / denominator."""
-
-    numerator: Any
-    denominator: Any
-    elements_per_example: Any
-    may_be_empty: bool  # Then its value, and gradients, may be 0 / 0.
-
-    def scale(self, examples: Any) -> Any:
-        """The denominator of the whole batch, if the rest is like this micro-batch."""
-        examples = tf.cast(examples, tf.float32)
-        scale = examples * tf.cast(self.elements_per_example, tf.float32)
-        good = tf.logical_and(scale > 0, tf.math.is_finite(scale))
-        return tf.where(good, scale, examples)
-
-
-def _mean(result: Any, examples: Any) -> _Mean:
-    """What `loss_fn` returned, as a mean."""
-    losses, weights = _checks.losses_and_weights(result)
-    losses = _sums.widened(losses)
-    count = tf.cast(examples, losses.dtype)
-    if len(losses.shape) == 0:
-        if weights is None:
-            return _Mean(losses * count, count, 1.0, may_be_empty=False)
-        weight = tf.cast(weights, losses.dtype)
-        numerator = tf.math.multiply_no_nan(losses, weight)
-        return _Mean(numerator, weight, weight / count, may_be_empty=True)
-    losses = _of_examples(losses, examples)
-    elements = tf.cast(tf.size(losses), losses.dtype)
-    if weights is None:
-        return _Mean(tf.reduce_sum(losses), elements, elements / count, may_be_empty=False)
-    weights = tf.cast(_of_shape_of(losses, weights), losses.dtype)
-    numerator, denominator = tf.reduce_sum(losses * weights), tf.reduce_sum(weights)
-    return _Mean(numerator, denominator, elements / count, may_be_empty=False)
-
-
-def _of_examples(losses: Any, examples: Any) -> Any:
-    """The losses, once it is known that their first dimension is the examples."""
-    message = _checks.LOSSES_PER_EXAMPLE
-    if losses.shape[0] is not None:
-        _checks.values_per_example(losses.shape[0], examples, message)
-        return losses
-    if _split.in_xla():  # It drops assertions, but gives no tensor a shape of another size.
-        rest = tf.shape(losses)[1:]
-        return tf.reshape(losses, tf.concat([[examples], rest], 0), name="losses_per_example")
-    return _split.asserted(losses, _split.size_of(losses), examples, message)
-
-
-def _of_shape_of(losses: Any, weights: Any) -> Any:
-    """The weights, once it is known that they have the shape of the losses."""
-    message = _checks.WEIGHTS_LIKE_LOSSES
-    if isinstance(losses, tf.RaggedTensor):
-        _checks.ragged_weights(weights)
-        lengths = zip(weights.nested_row_lengths(), losses.nested_row_lengths())
-        flat = weights.flat_values
-        for actual, expected in lengths:
-            flat = _split.asserted(flat, actual, expected, message)
-        return weights.with_flat_values(flat)
-    _checks.weights_like_losses(weights, losses)
-    if weights.shape.is_fully_defined() and losses.shape.is_fully_defined():
-        return weights
-    if _split.in_xla():
-        return tf.reshape(weights, tf.shape(losses), name="weights_like_losses")
-    return _split.asserted(weights, tf.shape(weights), tf.shape(losses), message)
+def _warn(written: Written) -> None:
+    if written.normalizing:
+        layers = names(written.normalizing), names(written.decaying)
+        for message in keras_checks.inexact(*layers):
+            _checks.warn_once(written.normalizing[0], message)

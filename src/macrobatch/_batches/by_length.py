@@ -6,321 +6,272 @@ Order inside a batch is free, and padding that nothing depends on need not be co
     starts = 0, size, 2 * size, ...   where size may depend on the longest that is left
     k-th micro-batch = batch[order[starts[k] : starts[k + 1]], : the longest of them]
 
-Whether nothing does depend on it is found out in _padding.
+The trial in _fit finds out whether nothing depends on padding.
 """
 
-from typing import Any, Callable, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, List, Optional, Tuple
 
-import tensorflow as tf
+from keras import ops, tree
 
-from macrobatch._batches import checks as _length_checks
-from macrobatch._batches import split as _split
-from macrobatch._batches.sequences import Sequences, largest, longest_row, padded, same, size_along
+from macrobatch._batches import checks
+from macrobatch._batches.sequences import (
+    Sequences,
+    Truth,
+    largest,
+    same,
+    size_along,
+)
+from macrobatch._types import Batch, BatchEngine, MicroBatches, Run, Size, Tensor
 
 # XLA compiles for each shape, so lengths are rounded up to one of these: by a fifth on average.
 BUCKETS = [size for power in range(3, 30) for size in (2**power, 3 * 2 ** (power - 1))]
 
 
-class Cut(NamedTuple):
-    """How batches are to be cut. One of `size` and `tokens` is given.
-
-    Attributes:
-        size: examples in a micro-batch.
-        tokens: what examples times longest may be in a micro-batch.
-        axis: along which sequences lie, if micro-batches are made by length.
-        lengths: a function that gives the lengths of examples, in place of what they contain.
-    """
-
-    size: Optional[int]
-    tokens: Optional[int] = None
-    axis: Optional[int] = None
-    lengths: Optional[Callable[..., Any]] = None
-
-    def apply(
-        self,
-        batch: Any,
-        examples: Any,
-        of: Sequence[Any] = (),
-        x: Any = None,
-        weights: Any = None,
-        fixed: Sequence[Any] = (),
-        rounded: bool = False,
-    ) -> _split.MicroBatches:
-        """Cuts a batch.
-
-        Args:
-            batch: a nest of tensors with the examples first.
-            examples: their number.
-            of: the arguments of `lengths`.
-            x: what of the batch says, by integers that are not 0, how long examples are.
-            weights: what of the batch says so by numbers of any kind.
-            fixed: tensors of the batch that are not to be cut along the axis.
-            rounded: whether there may be few different shapes only.
-        """
-        if self.axis is None:
-            assert self.size is not None
-            return _split.MicroBatches(batch, examples, self.size)
-        _length_checks.outside_of_xla(_split.in_xla())
-        sequences = Sequences(self.axis, batch, x, weights, fixed)
-        if self.lengths is None:
-            lengths = sequences.lengths()
-        else:
-            lengths = _given_lengths(self.lengths(*of), examples)
-        return ByLength(batch, examples, sequences, lengths, self, rounded)
-
-
-class ByLength(_split.MicroBatches):
+class ByLength(MicroBatches):
     """A batch that is cut into micro-batches of examples of similar length.
 
     Attributes, beside those of all micro-batches:
-        sequences: what of the batch is cut along the axis.
+        sequences: the parts of the batch that are cut along the axis.
         order: of the examples, longest first.
         lengths: to which each example is cut if its micro-batch starts with it, in that order.
         starts: of the micro-batches in that order, and the end.
     """
 
+    has_lengths = True
+
     def __init__(
         self,
-        batch: Any,
-        examples: Any,
+        batch: Batch,
+        examples: Size,
         sequences: Sequences,
-        lengths: Any,
-        cut: Cut,
-        rounded: bool,
+        lengths: Tensor,
+        engine: BatchEngine,
+        size: Optional[int],
+        tokens: Optional[int] = None,
+        lengths_are_given: bool = False,
+        few_shapes: bool = False,
     ):
-        self.batch, self.examples, self.sequences = batch, examples, sequences
-        self._cut, self._rounded = cut, rounded
+        self.examples, self.sequences, self._engine = examples, sequences, engine
+        self.axis = sequences.axis
+        self._size, self._tokens, self._few_shapes = size, tokens, few_shapes
+        self.lengths_are_given = lengths_are_given
         # Numbers on which the sizes of other tensors depend are needed on the host.
-        with tf.device("CPU:0"):
-            self.order = tf.argsort(lengths, direction="DESCENDING", stable=True)
-            lengths = tf.maximum(tf.gather(lengths, self.order), 1)
-            if rounded:
+        with engine.on_host():
+            self.order = ops.argsort(-lengths)
+            lengths = ops.maximum(ops.take(lengths, self.order), 1)
+            if few_shapes:
                 lengths = _rounded_up(lengths)
-            if isinstance(sequences.size, int) or not rounded:
-                lengths = tf.minimum(lengths, tf.maximum(sequences.size, 1))
+            if isinstance(sequences.size, int) or not few_shapes:
+                lengths = ops.minimum(lengths, ops.maximum(sequences.size, 1))
             # One more, since a replica without examples asks for a first micro-batch too.
-            self.lengths = tf.concat([lengths, [1]], 0)
+            self.lengths = ops.concatenate([lengths, ops.ones([1], lengths.dtype)], 0)
             starts, count = self._starts()
-            self.starts = tf.concat([starts, [examples, examples]], 0)
-        self.runs = [_split.Run(0, None, count, static=False)]
-        self.batch = tf.nest.map_structure(self._reordered, batch)
+            end = ops.reshape(ops.cast(examples, "int32"), [1])
+            self.starts = ops.concatenate([starts, end, end], 0)
+        self.runs = [Run(0, 0, count, static=False)]
+        self.batch = tree.map_structure(
+            lambda leaf: None if leaf is None else engine.in_order(leaf, self.order), batch
+        )
 
-    @property
-    def lengths_are_given(self) -> bool:
-        """Whether a function of the user tells them."""
-        return self._cut.lengths is not None
+    def comparison(self) -> Any:
+        from macrobatch._batches import padding
 
-    def longer(self) -> List[Any]:
+        return padding.comparison_of(self)
+
+    def hold(self, function: Callable[[Tensor], Tensor]) -> None:
+        self.order = function(self.order)
+
+    def unknown(self, number: Size) -> Size:
+        """A number that a trace does not know."""
+        return self._engine.unknown(number)
+
+    def whole_and_shorter(self) -> Optional[Tuple[Batch, Batch]]:
+        size = self.sequences.size
+        if not isinstance(size, int):
+            return None
+        return self._like(size), self._like(max(1, size // 2))
+
+    def _like(self, length: int) -> Batch:
+        """The types and shapes of a micro-batch whose sequences have a length."""
+
+        def spec(leaf: Any, is_sequence: Truth) -> Any:
+            if leaf is None:
+                return None
+            shape = [None, *leaf.shape[1:]]
+            if is_sequence is not False:
+                shape[self.sequences.axis] = length
+            return self._engine.spec(leaf, shape)
+
+        return self._mapped(spec)
+
+    def longer(self) -> List[Size]:
         """Lengths to which sequences of this size are made longer, so that shapes are few."""
-        if not self._rounded or isinstance(self.sequences.size, int):
+        if not self._few_shapes or isinstance(self.sequences.size, int):
             return []
         return [_rounded_up(self.sequences.size)]
 
-    def examples_at(self, length: Any) -> Any:
+    def examples_at(self, length: Size) -> Size:
         """How many examples make a micro-batch whose longest has this length."""
-        if self._cut.tokens is None:
-            return self._cut.size
-        return tf.maximum(self._cut.tokens // tf.maximum(length, 1), 1)
+        if self._tokens is None:
+            assert self._size is not None
+            return self._size
+        return ops.maximum(self._tokens // ops.maximum(length, 1), 1)
 
     def _starts(self) -> Any:
         """Where micro-batches start, one after the other, and how many there are."""
-        examples, size = self.examples, self._cut.size
-        if size is not None and not self._rounded:
-            starts = tf.range(0, examples, size)
-            return starts, -(-examples // size) if isinstance(examples, int) else tf.size(starts)
-        total = tf.convert_to_tensor(examples)
+        examples, size = self.examples, self._size
+        if size is not None and not self._few_shapes:
+            starts = ops.arange(0, examples, size, dtype="int32")
+            is_known = isinstance(examples, int)
+            return starts, -(-examples // size) if is_known else ops.shape(starts)[0]
+        total = ops.cast(examples, "int32")
 
-        def size_at(start: Any) -> Any:
-            size = self.examples_at(self.lengths[start])
-            if not self._rounded:
+        def size_at(start: Tensor) -> Tensor:
+            size = ops.cast(self.examples_at(ops.take(self.lengths, start)), "int32")
+            if not self._few_shapes:
                 return size
             # A tail of any size would be another shape: it is cut into powers of two.
             remaining = total - start
-            power = tf.bitwise.left_shift(1, _log2(remaining))
-            return tf.where(remaining >= size, size, power)
+            return ops.where(remaining >= size, size, _power_of_two(remaining))
 
-        def body(start: Any, count: Any, starts: Any) -> Any:
-            return start + size_at(start), count + 1, starts.write(count, start)
+        places = ops.arange(examples, dtype="int32")
 
-        starts = tf.TensorArray(tf.int32, 0, dynamic_size=True, element_shape=[])
-        _, count, starts = tf.while_loop(
-            lambda start, *_: start < total, body, (tf.constant(0), tf.constant(0), starts)
+        def body(start: Tensor, count: Tensor, starts: Tensor) -> Any:
+            starts = ops.where(places == count, start, starts)
+            return start + size_at(start), count + 1, starts
+
+        zero = ops.zeros([], "int32")
+        _, count, starts = ops.while_loop(
+            lambda start, *_: start < total, body, (zero, zero, ops.zeros_like(places))
         )
-        return starts.stack(), count
+        return starts[:count], count
 
-    def _reordered(self, leaf: Any) -> Any:
-        # Rows of a sparse tensor cannot be gathered, so that it is put in order beforehand.
-        if not isinstance(leaf, tf.SparseTensor):
-            return leaf
-        return reordered_rows(leaf, tf.math.invert_permutation(self.order))
-
-    def get(self, run: _split.Run, index: Any) -> Any:
+    def get(self, run: Run, index: Size) -> Batch:
         start = self.starts[index]
         return self.taken(start, self.starts[index + 1], self.lengths[start])
 
-    def taken(self, start: Any, end: Any, length: Any) -> Any:
+    def taken(self, start: Size, end: Size, length: Optional[Size]) -> Batch:
         """The examples at these places of the order, cut to a length, or not if it is None."""
-        rows = self.order[start:end]
 
-        def take(leaf: Any, shares: Any) -> Any:
+        def take(leaf: Any, is_sequence: Truth) -> Any:
             if leaf is None:
                 return None
-            if isinstance(leaf, tf.SparseTensor):
-                part = _split.cut_sparse(leaf, start, end - start)
-            else:
-                part = tf.gather(leaf, rows)
+            part = self._engine.taken(leaf, self.order, start, end)
             if length is None:
                 return part
-            return self.sequences.cut(part, shares, length, exactly=self._rounded)
+            return self.sequences.cut(part, is_sequence, length, exactly=self._few_shapes)
 
-        leaves = tf.nest.flatten(self.batch)
-        taken = [take(*pair) for pair in zip(leaves, self.sequences.shares)]
-        return tf.nest.pack_sequence_as(self.batch, taken)
+        return self._mapped(take)
 
-    def whole(self, any_length: bool = False) -> Any:
-        """A micro-batch that is not cut; in a graph, its types and shapes."""
-        return self._like(None if any_length else _known(self.sequences.size))
+    def _mapped(self, function: Any) -> Batch:
+        leaves = tree.flatten(self.batch)
+        found = [function(*pair) for pair in zip(leaves, self.sequences.are_sequences)]
+        return tree.pack_sequence_as(self.batch, found)
 
-    def shorter(self) -> Any:
-        """A micro-batch that is cut; in a graph, its types and shapes, with a length if possible.
+    def first(self) -> Batch:
+        return self.get(self.runs[0], self._engine.unknown(0))
 
-        TensorFlow notices while it traces what does not fit sequences of that length.
-        """
-        size = _known(self.sequences.size)
-        if tf.executing_eagerly():
-            return self.first()
-        return self._like(None if size is None else max(1, size // 2))
-
-    def _like(self, length: Optional[int]) -> Any:
-        if tf.executing_eagerly():
-            return self.taken(0, 1, None)
-
-        def spec(leaf: Any, shares: Any) -> Any:
-            if not isinstance(leaf, tf.Tensor):
-                return None if leaf is None else tf.type_spec_from_value(leaf)
-            shape = [None, *leaf.shape[1:]]
-            if shares is not False:
-                shape[self.sequences.axis] = length
-            return tf.TensorSpec(shape, leaf.dtype)
-
-        leaves = tf.nest.flatten(self.batch)
-        specs = [spec(*pair) for pair in zip(leaves, self.sequences.shares)]
-        return tf.nest.pack_sequence_as(self.batch, specs)
-
-    def length_of(self, micro_batch: Any) -> Any:
-        axis = self.sequences.axis
-        leaves = list(zip(tf.nest.flatten(micro_batch), self.sequences.shares))
+    def length_of(self, micro_batch: Batch) -> Optional[Size]:
+        axis, engine = self.sequences.axis, self._engine
+        pairs = list(zip(tree.flatten(micro_batch), self.sequences.are_sequences))
+        pairs = [(leaf, truth) for leaf, truth in pairs if leaf is not None]
         sizes = [
-            (size_along(axis, leaf), shares)
-            for leaf, shares in leaves
-            if shares is not False and isinstance(leaf, tf.Tensor)
+            (size_along(axis, leaf), truth)
+            for leaf, truth in pairs
+            if truth is not False and engine.kind_of(leaf) == "dense"
         ]
-        sure = [size for size, shares in sizes if shares is True]
+        sure = [size for size, truth in sizes if truth is True]
         if sure:
             return sure[0]
-        found = [tf.where(shares, size, 0) for size, shares in sizes]
+        found = [ops.where(truth, size, 0) for size, truth in sizes]
         # Those that are made dense become as long as their longest row.
-        rows = [leaf for leaf, _ in leaves if isinstance(leaf, tf.RaggedTensor)]
-        found += [longest_row(axis, leaf) for leaf in rows if leaf.shape.rank > axis]
+        rows = [leaf for leaf, _ in pairs if engine.kind_of(leaf) == "ragged"]
+        found += [self.sequences.longest_row(leaf) for leaf in rows if len(leaf.shape) > axis]
         return largest(found) if found else None
 
-    def kept(self, micro_batch: Any, weights: Any) -> Any:
-        """What part of the positions that have these weights there is: the rest was cut off.
-
-        It is 1.0, and not a tensor, where that is known to be all.
-        """
+    def uncut_fraction(self, micro_batch: Batch, weights: Tensor, doubtful: bool = False) -> Any:
         axis, length = self.sequences.axis, self.length_of(micro_batch)
         if len(weights.shape) <= axis or length is None:
             return 1.0
-        is_cut = _same_size(size_along(axis, weights), length)
-        for leaf, shares in zip(tf.nest.flatten(micro_batch), self.sequences.shares):
-            is_cut = shares if leaf is weights else is_cut
+        if doubtful and self._engine.is_eager():  # Sizes do not tell what they are the size of.
+            return 1.0
+        is_cut = self._is_length(size_along(axis, weights), length)
+        for leaf, truth in zip(tree.flatten(micro_batch), self.sequences.are_sequences):
+            is_cut = truth if leaf is weights else is_cut
         if is_cut is False:
             return 1.0
-        part = tf.cast(length, weights.dtype) / tf.cast(self.sequences.size, weights.dtype)
-        return tf.where(is_cut, part, tf.ones_like(part))
-
-    def padded(self, leaves: List[Any], lengths: List[Any]) -> List[Any]:
         size = self.sequences.size
-        dense = all(isinstance(leaf, tf.Tensor) for leaf in leaves)
+        part = ops.cast(length, weights.dtype) / ops.cast(size, weights.dtype)
+        return ops.where(is_cut, part, ops.ones_like(part))
+
+    def padded(self, leaves: List[Tensor], lengths: List[Optional[Size]]) -> List[Tensor]:
+        size = self.sequences.size
+        dense = all(leaf is not None and self._engine.kind_of(leaf) == "dense" for leaf in leaves)
         if not dense or any(length is None for length in lengths):
             return leaves
         for axis in range(1, len(leaves[0].shape)):  # of attention, more than one are positions
             pairs = [(size_along(axis, leaf), length) for leaf, length in zip(leaves, lengths)]
-            is_cut = [_same_size(*pair) for pair in pairs]
+            is_cut = [self._is_length(*pair) for pair in pairs]
             # In eager mode some other size may happen to be the length of one micro-batch.
             if all(each is not False for each in is_cut):
                 leaves = [
-                    padded(leaf, axis, size if cut is True else tf.where(cut, size, own))
+                    self._engine.lengthened(
+                        leaf, axis, size if cut is True else ops.where(cut, size, own)
+                    )
                     for leaf, cut, (own, _) in zip(leaves, is_cut, pairs)
                 ]
         return leaves
 
-    def probe(self, lengths: List[Any]) -> Any:
+    def _is_length(self, size: Size, length: Size) -> Truth:
+        """Whether a size is the length that sequences are cut to, as far as can be known."""
+        # A size that is known although that of sequences is not, is not that size.
+        if isinstance(size, int) and not isinstance(length, int):
+            return False
+        return same(size, length)
+
+    def probe(self, lengths: List[Optional[Size]]) -> Optional[Batch]:
         size = self.sequences.size
-        if not tf.executing_eagerly() or None in lengths or {size} == {*lengths, size}:
+        if not self._engine.is_eager() or None in lengths or {size} == {*lengths, size}:
             return None  # In a graph, sizes that depend on lengths are those that are not known.
         return self.taken(0, 1, lengths[0] + 1) if len(set(lengths)) == 1 else None
 
-    def in_order(self, values: Any) -> Any:
-        inverse = tf.math.invert_permutation(self.order)
+    def restored(self, values: Any) -> Any:
+        inverse = ops.argsort(self.order)
 
-        def restored(leaf: Any) -> Any:
+        def restore(leaf: Any) -> Any:
             if leaf is None or len(leaf.shape) == 0:
                 return leaf
-            count = _split.size_of([leaf])
+            count = self._engine.examples_of(leaf)
             if isinstance(count, int) and isinstance(self.examples, int):
-                return _permuted(leaf, inverse) if count == self.examples else leaf
+                is_per_example = count == self.examples
+                return self._engine.permuted(leaf, inverse) if is_per_example else leaf
             # Nothing is known of the order of values that are not one for each example.
-            is_per_example = tf.equal(count, self.examples)
-            rows = tf.cond(is_per_example, lambda: inverse, lambda: tf.range(count))
-            return _permuted(leaf, rows)
+            rows = ops.cond(
+                ops.equal(count, self.examples),
+                lambda: inverse,
+                lambda: ops.arange(count, dtype="int32"),
+            )
+            return self._engine.permuted(leaf, rows)
 
-        return tf.nest.map_structure(restored, values)
-
-
-def reordered_rows(tensor: tf.SparseTensor, places: Any) -> tf.SparseTensor:
-    """A sparse tensor whose i-th row goes to the i-th of these places."""
-    rows = tf.gather(tf.cast(places, tf.int64), tensor.indices[:, 0])
-    indices = tf.concat([rows[:, None], tensor.indices[:, 1:]], 1)
-    moved = tf.sparse.reorder(tf.SparseTensor(indices, tensor.values, tensor.dense_shape))
-    moved.set_shape(tensor.shape)
-    return moved
+        return tree.map_structure(restore, values)
 
 
-def _same_size(size: Any, length: Any) -> Any:
-    """Whether a size is the length that sequences are cut to, as far as can be known."""
-    # A size that is known although that of sequences is not, is not that size.
-    if isinstance(size, int) and not isinstance(length, int):
-        return False
-    return same(size, length)
+def given_lengths(lengths: Any, examples: Size, engine: BatchEngine) -> Tensor:
+    """What the user's function `lengths` has returned, as a tensor."""
+    lengths = checks.given_lengths(lengths)
+    lengths = ops.cast(lengths, "int32")
+    equal = ops.equal(ops.shape(lengths)[0], examples)
+    return engine.checked(lengths, (equal, checks.ONE_PER_EXAMPLE))
 
 
-def _known(size: Any) -> Optional[int]:
-    return size if isinstance(size, int) else None
-
-
-def _permuted(leaf: Any, rows: Any) -> Any:
-    if isinstance(leaf, tf.SparseTensor):
-        return reordered_rows(leaf, tf.math.invert_permutation(rows))
-    return tf.gather(leaf, rows)
-
-
-def _given_lengths(lengths: Any, examples: Any) -> Any:
-    lengths = tf.convert_to_tensor(lengths)
-    _length_checks.given_lengths(lengths)
-    lengths = tf.cast(lengths, tf.int32)
-    return _split.asserted(lengths, tf.size(lengths), examples, _length_checks.ONE_PER_EXAMPLE)
-
-
-def _rounded_up(lengths: Any) -> Any:
+def _rounded_up(lengths: Tensor) -> Tensor:
     """The smallest bucket sizes that are not below these lengths."""
-    buckets = tf.constant(BUCKETS)
-    found = tf.searchsorted(buckets, tf.reshape(lengths, [-1]))
-    return tf.reshape(tf.gather(buckets, found), tf.shape(lengths))
+    buckets = ops.convert_to_tensor(BUCKETS, "int32")
+    flat = ops.reshape(ops.cast(lengths, "int32"), [-1])
+    return ops.reshape(ops.take(buckets, ops.searchsorted(buckets, flat)), ops.shape(lengths))
 
 
-def _log2(value: Any) -> Any:
-    """The exponent of the largest power of two that is not above a positive integer."""
-    powers = tf.constant([2**i for i in range(31)])
-    return tf.searchsorted(powers, value[None], side="right")[0] - 1
+def _power_of_two(value: Tensor) -> Tensor:
+    """The largest power of two that is not above a positive integer."""
+    powers = ops.convert_to_tensor([2**i for i in range(31)], "int32")
+    return ops.max(ops.where(powers <= value, powers, 1))

@@ -1,12 +1,15 @@
-"""The validations of batches of sequences, and their messages: what was received, what is expected,
-what to do.
-"""
+"""What is checked of batches and of how they are to be cut."""
 
+import contextlib
 import inspect
 import numbers
-from typing import Any, Optional, Sequence
+from typing import Any, Callable, Iterator, Optional, Sequence, Tuple
 
-from macrobatch import _checks
+import keras
+from keras import ops
+
+from macrobatch._checks import shown
+from macrobatch._types import Batch, MicroBatches, Tensor
 
 _LENGTHS = "lengths= must be a function that returns the length of each example, as integers."
 ONE_PER_EXAMPLE = f"{_LENGTHS} Received: another number of lengths than there are examples."
@@ -33,7 +36,7 @@ def sizes(
             f"micro_batch_tokens (examples times the longest of them) must be given. {received}"
         )
     if micro_batch_size is not None:
-        micro_batch_size = _checks.micro_batch_size(micro_batch_size)
+        micro_batch_size = _micro_batch_size(micro_batch_size)
     elif not _is_integer(micro_batch_tokens) or micro_batch_tokens < 1:
         raise ValueError(
             "micro_batch_tokens must be a positive integer: what the number of examples times the "
@@ -54,7 +57,7 @@ def sizes(
     if lengths is not None and not (callable(lengths) and _takes(lengths, len(of))):
         raise ValueError(
             f"lengths= must be a function of ({', '.join(of)}) that returns the length of each "
-            f"example. Received: lengths={_checks.shown(lengths)}, which "
+            f"example. Received: lengths={shown(lengths)}, which "
             f"{'takes other arguments' if callable(lengths) else 'is no function'}."
         )
     as_int = [None if v is None else int(v) for v in (micro_batch_tokens, sequence_axis)]
@@ -91,7 +94,7 @@ def has_sequences(leaves: Sequence[Any], axis: int, batch: Any) -> None:
     if not leaves:
         raise ValueError(
             f"Nothing in the batch has an axis {axis} along which it could be cut. Received: "
-            f"sequence_axis={axis} and a batch of {_checks.shown(batch)}."
+            f"sequence_axis={axis} and a batch of {shown(batch)}."
         )
 
 
@@ -105,13 +108,23 @@ def has_lengths(leaves: Sequence[Any], axis: int) -> None:
         )
 
 
-def given_lengths(lengths: Any) -> None:
-    """Raises unless what `lengths` returned are integers, one for each example."""
-    if not lengths.dtype.is_integer or len(lengths.shape) != 1:
+def given_lengths(lengths: Any) -> Tensor:
+    """Returns what `lengths` returned as a tensor, if it is integers, one for each example."""
+    try:
+        if lengths is None or isinstance(lengths, str):
+            raise ValueError
+        tensor = ops.convert_to_tensor(lengths)
+    except Exception:
         raise ValueError(
-            f"{_LENGTHS} Received: a tensor of shape {tuple(lengths.shape)} and dtype "
-            f"{lengths.dtype.name}. Expected: integers of shape (examples,)."
+            f"{_LENGTHS} Received: {shown(lengths)}. Expected: integers of shape (examples,)."
+        ) from None
+    if "int" not in str(tensor.dtype) or len(tensor.shape) != 1:
+        raise ValueError(
+            f"{_LENGTHS} Received: a tensor of shape {tuple(tensor.shape)} and dtype "
+            f"{keras.backend.standardize_dtype(tensor.dtype)}. Expected: integers of shape "
+            "(examples,)."
         )
+    return tensor
 
 
 def free_lengths(inputs: Sequence[Any], axis: int) -> None:
@@ -139,75 +152,81 @@ def cannot_be_shorter(axis: Any, error: Exception) -> str:
     )
 
 
-WEIGHTED_METRICS = (
-    "Pass it in weighted_metrics= with sample weights of 0 for padding, or mask padding with an "
-    "Embedding with mask_zero=True."
-)
-
-
-def metric_has_weights(is_whole: bool) -> None:
-    """Raises for a metric that takes a mean over all positions, of which some were cut off."""
-    if not is_whole:
+def _micro_batch_size(value: Any) -> int:
+    """Returns `value` as an int, if it is a positive whole number."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(
-            "A metric takes means over all positions, so that it depends on padding, and cutting "
-            f"padding off would change it. {WEIGHTED_METRICS}"
+            "micro_batch_size must be a positive integer: the number of examples whose "
+            "activations are in memory at one time, 8 for instance. "
+            f"Received: micro_batch_size={value!r} (of type {type(value).__name__})."
         )
+    return int(value)
 
 
-REFUSAL = "so that cutting it off would change the result"
-
-
-def not_compared(drew: bool, depends_on_others: bool) -> Optional[str]:
-    """What to warn of where it cannot be tried whether anything depends on padding."""
-    if drew:
-        why = (
-            "random numbers are drawn that dropout does not draw (GaussianNoise, for instance), "
-            "others for each length"
-        )
-    elif depends_on_others:
-        why = (
-            "the padding of a ragged input is made by longer examples beside it, and examples "
-            "depend on each other anyway, in BatchNormalization or in a scalar loss"
-        )
-    else:
-        return None
-    return (
-        f"Whether cutting off padding changes the result cannot be tried: {why}. The update is "
-        "that of the whole batch only if nothing depends on padding."
-    )
-
-
-def no_mask(operations: Sequence[str]) -> str:
-    """What to say of a loss that knows nothing of padding."""
-    lost = f" These pass none on: {', '.join(operations)}." if operations else ""
-    return f"No mask reaches the loss, and there are no sample weights.{lost} "
-
-
-def depends_on_padding(name: str, hint: str, lengths_are_given: bool) -> str:
-    """What to say of a loss, or of a metric, that is not the same without padding."""
-    what = "The loss, or a layer before it," if name == "loss" else f"The metric {name!r}"
-    way_out = (
-        "Keep padding out of it, with sample weights of 0, in loss_fn with (losses, weights), or "
-        "with a mask: that of an Embedding with mask_zero=True, if every layer up to the loss "
-        "passes it on, and no layer pools, attends or convolves over all positions without it. If "
-        "all of them count, leave sequence_axis= out."
-        if name == "loss"
-        else WEIGHTED_METRICS
-    )
-    if lengths_are_given:
-        way_out += " Or lengths= returns lengths that are too short."
-    return (
-        f"{what} depends on padding, {REFUSAL}. Received: "
-        "another value for a micro-batch cut to its longest example than for the same one whole "
-        f"(compared once, without dropout). {hint}{way_out}"
-    )
-
-
-def not_synchronized(tokens: Any, synchronized: Sequence[str]) -> None:
-    """Raises where replicas would have different numbers of micro-batches, but meet in each."""
-    if tokens is not None:
+def batch_shapes(
+    leaves: Sequence[Tuple[Optional[int], ...]], shapes: Any, may_be_empty: bool
+) -> None:
+    """Raises unless all parts of a batch have the examples as their first dimension."""
+    if not leaves:
+        raise ValueError(f"A batch must hold at least one tensor. Received: {shapes}.")
+    if () in leaves:
         raise ValueError(
-            "Layers in which replicas meet need the same number of micro-batches on each. "
-            f"Received: micro_batch_tokens={tokens} and synchronized=True on "
-            f"{list(synchronized)}. Pass micro_batch_size= instead, or set synchronized=False."
+            "Every part of a batch must have the examples as its first dimension. "
+            f"Received: a scalar, in shapes {shapes}. If the dataset yields single examples, batch "
+            "it: dataset.batch(512). Otherwise repeat the scalar for every example, or make it a "
+            "constant of the model."
         )
+    sizes = {shape[0] for shape in leaves if shape[0] is not None}
+    if len(sizes) > 1:
+        raise ValueError(uneven_batch(shapes))
+    if sizes == {0} and not may_be_empty:
+        raise ValueError(empty_batch(shapes))
+
+
+def uneven_batch(shapes: Any) -> str:
+    """What to say of a batch whose parts have different numbers of examples."""
+    return (
+        "All parts of a batch must have the same number of examples as their first dimension. "
+        f"Received: shapes {shapes}. If the dataset yields single examples, batch it: "
+        "dataset.batch(512). Otherwise make it yield examples and labels together."
+    )
+
+
+def empty_batch(shapes: Any) -> str:
+    """What to say of a batch without examples."""
+    return (
+        f"A batch must have at least one example. Received: shapes {shapes}. "
+        "Filter empty batches out of the dataset."
+    )
+
+
+@contextlib.contextmanager
+def explaining(
+    micro_batches: MicroBatches, dry_run: Callable[[Batch], None]
+) -> Iterator[Callable[[Exception], Exception]]:
+    """Says so where something fails on sequences that are cut, and not on whole ones.
+
+    Yields a function that does the same for an error that a graph raises later.
+    """
+    like = micro_batches.whole_and_shorter()
+
+    def explained(error: Exception) -> Exception:
+        if like is None or (isinstance(error, ValueError) and "depends on padding" in str(error)):
+            return error
+        try:
+            dry_run(like[0])
+        except Exception:
+            return error
+        try:
+            dry_run(like[1])
+        except Exception as found:
+            return ValueError(cannot_be_shorter(micro_batches.axis, found))
+        return error
+
+    try:
+        yield explained
+    except Exception as error:
+        found = explained(error)
+        if found is error:
+            raise
+        raise found from error

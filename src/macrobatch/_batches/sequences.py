@@ -1,145 +1,194 @@
 """What of a batch are sequences along an axis, how long they are, and how they are cut."""
 
-from typing import Any, Iterable, List, Sequence
+import functools
+from typing import Any, Iterable, List, Optional, Sequence, Union
 
-import tensorflow as tf
+from keras import ops, tree
 
-from macrobatch._batches import checks as _length_checks
+from macrobatch._batches import checks
+from macrobatch._types import Batch, BatchEngine, Size, Tensor
+
+# Whether something holds: known now, or when the graph runs.
+Truth = Union[bool, Tensor]
+
+
+class Memory:
+    """What earlier batches have shown: which parts of a batch are no sequences.
+
+    A part of another size than the sequences is none, also in a batch in which the sizes happen to
+    be equal. This one remembers nothing.
+    """
+
+    def differed(self, count: int) -> Sequence[Truth]:
+        """For each of `count` parts, whether an earlier batch had that part in another size."""
+        return [False] * count
+
+    def note(self, differ: Sequence[Truth]) -> None:
+        """Remembers for each part whether its size differs in this batch."""
 
 
 class Sequences:
     """What of a batch are sequences along an axis, padded or ragged.
 
-    They all have one size along that axis: that of the largest integer input, or, where there is
-    none, sample weight, or any input; or the longest row of a ragged input, if that is larger. What
-    has another size is none.
+    All sequences have one size along that axis: that of the largest integer input, or, where there
+    is none, sample weight, or any input; or the longest row of a ragged input, if that is larger.
 
     Attributes:
         axis: the axis.
-        size: their size along it: an int where it is known, else a scalar tensor.
-        shares: for each tensor of the batch, whether it is one: a bool, or a scalar tensor.
+        size: the size of the sequences along it.
+        are_sequences: for each tensor of the batch, whether it is a sequence.
         ragged: inputs that are as wide as their longest row, whatever it is cut to.
     """
 
-    def __init__(self, axis: int, batch: Any, x: Any, weights: Any, fixed: Sequence[Any]):
-        self.axis = axis
+    def __init__(
+        self,
+        axis: int,
+        batch: Batch,
+        x: Any,
+        weights: Any,
+        fixed: Sequence[Tensor],
+        engine: BatchEngine,
+        memory: Memory,
+    ):
+        """Looks at a batch.
 
-        def along_axis(nest: Any, kind: Any) -> List[Any]:
-            leaves = [leaf for leaf in tf.nest.flatten(nest) if isinstance(leaf, kind)]
+        Args:
+            axis: the axis.
+            batch: the batch.
+            x: the part of the batch that tells, by integers that are not 0, how long examples are.
+            weights: the part of the batch that tells so by numbers of any kind.
+            fixed: tensors that are no sequences, whatever their size.
+            engine: the backend.
+            memory: what earlier batches have shown.
+        """
+        self.axis, self._engine = axis, engine
+
+        def along_axis(nest: Any, *kinds: str) -> List[Tensor]:
+            leaves = [leaf for leaf in tree.flatten(nest) if leaf is not None]
             leaves = [leaf for leaf in leaves if not _is_among(leaf, fixed)]
+            leaves = [leaf for leaf in leaves if engine.kind_of(leaf) in kinds]
             return [leaf for leaf in leaves if len(leaf.shape) > axis]
 
-        self.ragged = along_axis(x, tf.RaggedTensor)
-        dense = along_axis(x, tf.Tensor)
-        self._integers = [leaf for leaf in dense if leaf.dtype.is_integer]
-        self._weights = along_axis(weights, tf.Tensor)
+        self.ragged = along_axis(x, "ragged")
+        dense = along_axis(x, "dense")
+        self._integers = [leaf for leaf in dense if "int" in _dtype(leaf)]
+        self._weights = along_axis(weights, "dense")
         likely = self._integers or self._weights or dense
-        _length_checks.has_sequences([*likely, *self.ragged], axis, batch)
-        sizes = [size_along(axis, leaf) for leaf in likely]
+        checks.has_sequences([*likely, *self.ragged], axis, batch)
+        sizes = [self.size_of(leaf) for leaf in likely]
         # Where some sizes are not known before the batch is there, those are the sequences'.
         unknown = [size for size in sizes if not isinstance(size, int)]
         self._dense_size = largest(unknown or sizes or [1])
-        self.size = largest([self._dense_size, *(longest_row(axis, leaf) for leaf in self.ragged)])
-        self._cuttable = along_axis(batch, (tf.Tensor, tf.SparseTensor))
-        self._likely = likely if len(unknown) == 1 and not self.ragged else []
-        self.shares = [self._is_sequence(leaf) for leaf in tf.nest.flatten(batch)]
+        self.size = largest([self._dense_size, *(self.longest_row(leaf) for leaf in self.ragged)])
+        self._cuttable = along_axis(batch, "dense", "sparse")
+        self._only = likely if len(unknown) == 1 and not self.ragged else []
+        leaves = tree.flatten(batch)
+        have_size = [leaf is not None and self._has_size(leaf) for leaf in leaves]
+        earlier = memory.differed(len(leaves))
+        lasting = [both(has, opposite(before)) for has, before in zip(have_size, earlier)]
+        # Inputs may take turns in being the longest. Then the longest is a sequence all the same.
+        of_likely = [truth for leaf, truth in zip(leaves, lasting) if _is_among(leaf, likely)]
+        none_lasts = opposite(any_of(of_likely))
+        self.are_sequences = [
+            either(lasts, both(has, none_lasts)) if _is_among(leaf, likely) else lasts
+            for leaf, has, lasts in zip(leaves, have_size, lasting)
+        ]
+        memory.note([opposite(has) for has in have_size])
+        self._of_leaf = list(zip(leaves, self.are_sequences))
 
-    def _is_sequence(self, leaf: Any) -> Any:
+    def _has_size(self, leaf: Tensor) -> Truth:
+        """Whether a tensor has the size of the sequences along the axis."""
         if not _is_among(leaf, self._cuttable):
             return False
         size = leaf.shape[self.axis]
-        if isinstance(size, int) or isinstance(leaf, tf.SparseTensor):
+        if isinstance(size, int) or self._engine.kind_of(leaf) == "sparse":
             if isinstance(self.size, int):
                 return size == self.size
             # A size that is known although that of sequences is not, is not that size; but rows
             # may be as long.
             known = isinstance(self._dense_size, int) and size == self._dense_size
-            return known and tf.equal(self.size, size)
-        return _is_among(leaf, self._likely) or tf.equal(size_along(self.axis, leaf), self.size)
+            return known and ops.equal(self.size, size)
+        return _is_among(leaf, self._only) or ops.equal(self.size_of(leaf), self.size)
 
-    def lengths(self) -> Any:
+    def lengths(self) -> Tensor:
         """For each example, the last position where anything is not 0."""
         telling = [*self._integers, *self._weights]
-        _length_checks.has_lengths([*telling, *self.ragged], self.axis)
-        found = [_row_lengths(self.axis, leaf) for leaf in self.ragged]
+        checks.has_lengths([*telling, *self.ragged], self.axis)
+        found = [self._engine.lengths_of(leaf, self.axis) for leaf in self.ragged]
         for leaf in telling:
-            shares = self._is_sequence(leaf)
-            if shares is not False:
-                found.append(tf.where(shares, _last_position(self.axis, leaf), 0))
-        return tf.reduce_max(tf.stack(found), 0)
+            is_sequence = next(truth for each, truth in self._of_leaf if each is leaf)
+            if is_sequence is not False:
+                lengths = self._engine.lengths_of(leaf, self.axis)
+                found.append(ops.where(is_sequence, lengths, ops.zeros_like(lengths)))
+        return ops.max(ops.stack(found), 0)
 
-    def cut(self, leaf: Any, shares: Any, length: Any, exactly: bool) -> Any:
+    def cut(self, leaf: Tensor, is_sequence: Truth, length: Size, exactly: bool) -> Tensor:
         """A leaf of some examples, without what is behind that length.
 
         If `exactly`, and its own size is not known, it is as long in any case.
         """
-        if shares is False or isinstance(leaf, tf.RaggedTensor):
+        if is_sequence is False or self._engine.kind_of(leaf) == "ragged":
             return leaf
-        if isinstance(leaf, tf.SparseTensor):
-            shape = leaf.dense_shape
-            is_axis = tf.equal(tf.range(len(leaf.shape)), self.axis)
-            shape = tf.where(is_axis, tf.minimum(tf.cast(length, shape.dtype), shape), shape)
-            piece = tf.sparse.slice(leaf, tf.zeros_like(shape), shape)
-            known = leaf.shape.as_list()
-            known[self.axis] = None
-            piece.set_shape(known)
-            return piece
-        size = size_along(self.axis, leaf)
-        end = length if shares is True else tf.where(shares, length, size)
-        piece = leaf[(slice(None),) * self.axis + (slice(end),)]
-        if exactly and not isinstance(size, int):
-            piece = padded(piece, self.axis, tf.maximum(end, size_along(self.axis, piece)))
-        return piece
+        if is_sequence is not True and self._engine.kind_of(leaf) == "dense":
+            length = ops.where(is_sequence, length, self.size_of(leaf))
+        return self._engine.shortened(leaf, self.axis, length, exactly)
+
+    def size_of(self, leaf: Tensor) -> Size:
+        """The size of a dense tensor along the axis."""
+        return size_along(self.axis, leaf)
+
+    def longest_row(self, leaf: Tensor) -> Size:
+        """The length of the longest row of a ragged tensor, if any."""
+        lengths = self._engine.lengths_of(leaf, self.axis)
+        longest = ops.max(ops.concatenate([lengths, ops.zeros([1], lengths.dtype)], 0))
+        return int(longest) if self._engine.is_eager() else longest
 
 
-def size_along(axis: int, leaf: Any) -> Any:
-    """The size of a tensor along an axis: an int where it is known, else a scalar tensor."""
-    return tf.shape(leaf)[axis] if leaf.shape[axis] is None else int(leaf.shape[axis])
+def size_along(axis: int, leaf: Tensor) -> Size:
+    """The size of a dense tensor along an axis."""
+    size = ops.shape(leaf)[axis]
+    return int(size) if isinstance(size, int) else size
 
 
-def longest_row(axis: int, leaf: tf.RaggedTensor) -> Any:
-    """The length of the longest row of a ragged tensor, if any: an int where it is known."""
-    longest = tf.reduce_max(tf.concat([_row_lengths(axis, leaf), [0]], 0))
-    return int(longest) if tf.executing_eagerly() else longest
-
-
-def same(size: Any, other: Any) -> Any:
-    """Whether two sizes are equal: a bool where that is known, else a scalar tensor."""
+def same(size: Size, other: Size) -> Truth:
+    """Whether two sizes are equal."""
     known = isinstance(size, int) and isinstance(other, int)
-    return size == other if known else tf.equal(size, other)
+    return size == other if known else ops.equal(size, other)
 
 
-def largest(sizes: List[Any]) -> Any:
-    """The largest of some sizes: an int where all are known."""
+def both(one: Truth, other: Truth) -> Truth:
+    """Whether both hold."""
+    if isinstance(one, bool):
+        return other if one else False
+    if isinstance(other, bool):
+        return one if other else False
+    return ops.logical_and(one, other)
+
+
+def either(one: Truth, other: Truth) -> Truth:
+    """Whether at least one holds."""
+    return opposite(both(opposite(one), opposite(other)))
+
+
+def any_of(truths: Sequence[Truth]) -> Truth:
+    """Whether at least one of them holds."""
+    return functools.reduce(either, truths, False)
+
+
+def opposite(truth: Truth) -> Truth:
+    """Whether it does not hold."""
+    return not truth if isinstance(truth, bool) else ops.logical_not(truth)
+
+
+def largest(sizes: List[Size]) -> Size:
+    """The largest of some sizes."""
     known = all(isinstance(size, int) for size in sizes)
-    return max(sizes) if known else tf.reduce_max(tf.stack(sizes))
+    return max(sizes) if known else ops.max(ops.stack(sizes))
 
 
-def padded(leaf: Any, axis: int, size: Any) -> Any:
-    """A tensor with zeros behind it, up to a size along an axis."""
-    missing = size - size_along(axis, leaf)
-    amounts = [[0, missing if i == axis else 0] for i in range(len(leaf.shape))]
-    shape = leaf.shape.as_list()
-    longer = tf.pad(leaf, amounts)
-    shape[axis] = size if isinstance(size, int) else None
-    longer.set_shape(shape)
-    return longer
+def _dtype(leaf: Tensor) -> str:
+    return str(getattr(leaf.dtype, "name", leaf.dtype))
 
 
-def _last_position(axis: int, leaf: Any) -> Any:
-    there = tf.not_equal(leaf, tf.zeros([], leaf.dtype))
-    others = [i for i in range(1, len(leaf.shape)) if i != axis]
-    there = tf.reduce_any(there, others)
-    positions = tf.range(1, tf.shape(there)[1] + 1)
-    return tf.reduce_max(tf.where(there, positions, 0), 1, keepdims=True)[:, 0]
-
-
-def _row_lengths(axis: int, leaf: tf.RaggedTensor) -> Any:
-    lengths = tf.cast(leaf.row_lengths(axis), tf.int32)
-    while len(lengths.shape) > 1:
-        lengths = tf.reduce_max(lengths, -1)
-    return lengths
-
-
-def _is_among(leaf: Any, leaves: Iterable[Any]) -> bool:
+def _is_among(leaf: Optional[Tensor], leaves: Iterable[Tensor]) -> bool:
     return any(leaf is each for each in leaves)

@@ -1,24 +1,24 @@
 """A train step and a test step that cut their batch into micro-batches. No arithmetic of their own:
-the loop is in _loop, the loss in _losses, the model as a function in _model.
+the loop is in _tensorflow, the loss and the metrics are in _keras.
 """
 
-import warnings
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, List, Optional, Tuple
 
 import keras
 import tensorflow as tf
 
-from macrobatch import _checks
-from macrobatch._batches import by_length as _lengths
-from macrobatch._batches import checks as _length_checks
-from macrobatch._batches import padding as _padding
-from macrobatch._batches import split as _split
-from macrobatch._keras import model as _model
-from macrobatch._keras.losses import Denominators
-from macrobatch._tensorflow import loop as _loop
-from macrobatch._tensorflow import replicas as _replicas
-from macrobatch._tensorflow import sums as _sums
-from macrobatch._tensorflow import update as _update
+from macrobatch import _checks, _internals
+from macrobatch._batches import in_order
+from macrobatch._batches.cut import Cut
+from macrobatch._fit import build, checks, padding
+from macrobatch._keras import checks as keras_checks
+from macrobatch._keras import model as models
+from macrobatch._keras import report
+from macrobatch._keras.model import ModelStep
+from macrobatch._tensorflow import graph, loop_checks, replicas, sums, update
+from macrobatch._tensorflow.engine import ENGINE
+from macrobatch._tensorflow.loop import Loop, after, gradients_of
+from macrobatch._types import Batch, Gradient, Logs, MicroBatches, Part, Size, Tensor, Whole
 
 
 class Steps:
@@ -27,113 +27,105 @@ class Steps:
     Attributes:
         model, cut, micro_batch_weight: what the user gave.
         strategy: in whose scope the model was made, or None.
-        checked: whether it is known that nothing depends on padding, in testing and in training.
+        padding: what is known of padding, in testing and in training.
         first_batch: the number of examples in the first batch of a fit.
     """
 
-    def __init__(
-        self, model: Any, cut: _lengths.Cut, micro_batch_weight: Optional[Callable[..., Any]]
-    ):
+    def __init__(self, model: Any, cut: Cut, micro_batch_weight: Optional[Callable[..., Any]]):
         self.model = model
         self.cut = cut
         self.micro_batch_weight = micro_batch_weight
-        self.strategy = _model.strategy_of(model)
-        self.checked = [
-            _replicas.variable(self.strategy, [], tf.int32, f"padding_checked_{i}", summed=False)
-            for i in range(2)
-        ]
-        self.first_batch = _replicas.variable(
+        self.strategy = _internals.strategy_of(model)
+        self.padding = padding.Padding(cut, self.strategy)
+        self.first_batch = replicas.variable(
             self.strategy, [], tf.int32, "first_batch", summed=False
         )
+        self.is_new = True  # whether nothing has been built for what is compiled
+        self._has_run = False
+        self._has_parts = True  # whether, in eager mode, more than one gradient may be taken
 
-    def train_step(self, data: Any) -> Dict[str, Any]:
+    def train_step(self, data: Any) -> Logs:
         """Makes the update that the whole batch would have made; a replica has a part of it."""
-        function, micro_batches, whole = self._prepare(data, training=True)
-        scale = self._loss_scale(function)
+        micro_batches, whole = self._prepare(data, training=True)
+        model = self._model_step(True, micro_batches)
+        weights = [variable.value for variable in model.trained]
+        scale = self._loss_scale(model.trained)
         with tf.GradientTape() as tape:
-            penalty = function.regularization() / _replicas.count()  # this replica's part of it
-            scaled = penalty * scale
-        penalties = tape.gradient(scaled, function.weights)
+            penalty = model.regularization()
+            scaled_penalty = penalty * scale / replicas.count()  # this replica's part of it
+        penalties = tape.gradient(scaled_penalty, weights)
 
-        def step(micro_batch: Any, state: _model.State) -> Any:
-            with tf.GradientTape() as tape:
-                loss, state, logs = function(micro_batch, state, whole)
-                scaled = loss * tf.cast(scale, loss.dtype)
-            gradients = _loop.gradients_of(tape, scaled, function.weights)
-            return _loop.Part(gradients, state, logs)
+        def step(micro_batch: Batch, values: Any, counts: Optional[Tensor], alone: bool) -> Part:
+            known = whole._replace(counts=counts)
+            persistent = counts is None and self._has_parts
+            with tf.GradientTape(persistent=persistent) as tape:
+                outcome = model(micro_batch, values[1:], known, alone, self.padding.dropout(values))
+                scaled = [loss * tf.cast(scale, loss.dtype) for loss in outcome.losses]
+            self._has_parts = len(scaled) > 1
+            gradients = [g for loss in scaled for g in gradients_of(tape, loss, weights)]
+            latest = outcome.logs, known.guesses if counts is None else []
+            return Part(
+                [*gradients, *outcome.reported],
+                outcome.counts,
+                [None, *outcome.written],
+                outcome.moments,
+                latest,
+            )
 
-        sums, state, logs, _ = self._sum(step, function.start(penalty), function, micro_batches)
-        gradients = [_sums.add(*pair) for pair in zip(sums, penalties)]
-        with _loop.after((gradients, state, logs)):
-            logs = function.finish(state, logs, micro_batches.examples)
+        part = self._run(step, model, micro_batches)
+        logs, guesses = part.latest
+        gradients = self._gradients(part, guesses, model)
+        gradients = [sums.merge_rows(sums.add(*pair)) for pair in zip(gradients, penalties)]
+        with after((gradients, part)):
+            logs = self._finish(model, part, penalty, logs, micro_batches.examples)
             self._remember(whole.examples)
-            self._update(function.trained, gradients)
-        return _replicas.for_reduction(logs)
+            self._update(model.trained, gradients)
+        return replicas.for_reduction(logs)
 
-    def test_step(self, data: Any) -> Dict[str, Any]:
+    def test_step(self, data: Any) -> Logs:
         """Reports the loss and the metrics of the whole batch."""
-        function, micro_batches, whole = self._prepare(data, training=False)
+        micro_batches, whole = self._prepare(data, training=False)
+        model = self._model_step(False, micro_batches)
 
-        def step(micro_batch: Any, state: _model.State) -> Any:
-            _, state, logs = function(micro_batch, state, whole)
-            return _loop.Part([], state, logs)
+        def step(micro_batch: Batch, values: Any, counts: Optional[Tensor], alone: bool) -> Part:
+            outcome = model(micro_batch, values[1:], whole, alone)
+            written = [None, *outcome.written]
+            return Part(outcome.reported, outcome.counts, written, outcome.moments, outcome.logs)
 
-        start = function.start(function.regularization() / _replicas.count())
-        _, state, logs, _ = self._sum(step, start, function, micro_batches)
-        with _loop.after((state, logs)):
-            logs = function.finish(state, logs, micro_batches.examples)
-        return _replicas.for_reduction(logs)
+        penalty = model.regularization()
+        part = self._run(step, model, micro_batches)
+        with after(part):
+            logs = self._finish(model, part, penalty, part.latest, micro_batches.examples)
+        return replicas.for_reduction(logs)
 
-    def _prepare(self, data: Any, training: bool) -> Any:
-        """The model as a function, this replica's micro-batches, and the denominators of the whole
-        batch.
-        """
+    def _prepare(self, data: Any, training: bool) -> Tuple[MicroBatches, Whole]:
+        """This replica's micro-batches, and what is known of the whole batch."""
         model = self.model
         self.check_scope()
         _checks.optimizer(model.optimizer)
-        _checks.splittable_layers(_model.layers_of(model))
-        batch = _split.to_tensors(keras.utils.unpack_x_y_sample_weight(data))
-        examples = _split.examples_in(batch, may_be_empty=_replicas.in_several())
-        if self.cut.axis is None:
-            micro_batches = self.cut.apply(batch, examples)
+        checks.splittable_layers(_internals.layers_of(model))
+        checks.no_overwriting_variables(model.trainable_weights)
+        batch = graph.to_tensors(keras.utils.unpack_x_y_sample_weight(data))
+        self.build(batch)
+        several = replicas.in_several()
+        batch, examples = in_order.checked(batch, ENGINE, may_be_empty=several)
+        micro_batches = self.padding.cut(model, batch, examples, self.compiles_steps())
+        if not models.is_built(model) and not self._has_run:
+            self._has_run = True
             first = micro_batches.first()
-            function = _model.ModelFunction(model, first, training, self.micro_batch_weight)
-        else:
-            x, _, sample_weight = batch
-            fixed = _model.fixed_inputs(model, x, self.cut.axis)
-            micro_batches = self.cut.apply(
-                batch, examples, batch, x, sample_weight, fixed, rounded=self.compiles_steps()
-            )
-            assert isinstance(micro_batches, _lengths.ByLength)
-            function = self._function_of_sequences(micro_batches, training)
-        _checks.no_overwriting_variables(function.trained)
-        for message in function.inexact:
-            _checks.warn_once(model, message)
-        return function, micro_batches, self._whole(function, micro_batches)
+            build.by_running(self._model_step(training, micro_batches), first)
+        (examples_of_all,) = replicas.total_counts([examples])
+        return micro_batches, Whole(examples_of_all, guesses=[])
 
-    def _function_of_sequences(self, micro_batches: _lengths.ByLength, training: bool) -> Any:
-        """The model as a function of micro-batches that are cut shorter, once it is known that
-        they may be.
-        """
-        model = self.model
+    def build(self, batch: Batch) -> None:
+        """Makes what the model lacks, once for what is compiled."""
+        if self.is_new and not models.is_built(self.model):
+            build.from_types(self.model, batch, self.cut.axis)
+        self.is_new = False
 
-        def function(like: Any) -> Any:
-            return _model.ModelFunction(
-                model, like, training, self.micro_batch_weight, micro_batches.kept
-            )
-
-        if not _model.is_built(model):
-            try:  # what Keras builds from a length, it takes no other length for
-                function(micro_batches.whole(any_length=True))
-            except Exception:
-                function(micro_batches.whole())
-        try:
-            found = function(micro_batches.shorter())
-        except Exception as error:
-            function(micro_batches.whole())  # raises what has nothing to do with lengths
-            raise ValueError(_length_checks.cannot_be_shorter(self.cut.axis, error)) from error
-        _padding.check(micro_batches, found.trial(), self.checked[training])
-        return found
+    def _model_step(self, training: bool, micro_batches: MicroBatches) -> ModelStep:
+        uncut = micro_batches.uncut_fraction if micro_batches.has_lengths else None
+        return ModelStep(self.model, training, ENGINE, self.micro_batch_weight, uncut)
 
     def compiles_steps(self) -> bool:
         """Whether XLA compiles the steps of the loop, not the train step as a whole.
@@ -142,66 +134,104 @@ class Steps:
         """
         return self.cut.axis is not None and bool(self.model.jit_compile)
 
-    def _sum(
-        self,
-        step: _loop.Step,
-        state: Any,
-        function: Any,
-        micro_batches: _split.MicroBatches,
-        pruned: bool = False,
-    ) -> _loop.Part:
-        synchronized = function.written.synchronized
-        if synchronized:
-            _length_checks.not_synchronized(self.cut.tokens, synchronized)
-        return _loop.sum_over_micro_batches(
-            step, micro_batches, state, synchronized, self.compiles_steps(), pruned
+    def _run(self, step: Any, model: ModelStep, micro_batches: MicroBatches) -> Part:
+        """The part of the whole batch, once it is known that the batch may be cut."""
+
+        def values() -> List[Tensor]:
+            # The first one is a factor for all rates of dropout.
+            return [tf.ones([]), *model.values()]
+
+        def count() -> int:
+            return 1 + len(model.written.variables)
+
+        with self.padding.explaining(model, micro_batches):
+            loop = Loop(step, micro_batches, values, count, self.compiles_steps())
+            if tf.executing_eagerly():
+                self.padding.check(loop, model, micro_batches)
+                part = loop.run(synchronized=self._synchronized(model))
+                self._warn(model, part)
+                return part
+            self._warn(model, loop.like)
+            self.padding.check(loop, model, micro_batches)
+            counts = loop.counts() if model.training and model.counts else []
+            return loop.run(replicas.total_counts(counts), self._synchronized(model))
+
+    def _synchronized(self, model: ModelStep) -> List[str]:
+        """The names of layers in which replicas meet."""
+        if not replicas.in_several() or not model.training:
+            return []
+        kind = keras.layers.BatchNormalization
+        layers = [layer for layer in _internals.layers_of(self.model) if isinstance(layer, kind)]
+        meeting = [layer.name for layer in layers if layer.synchronized and layer.trainable]
+        if not tf.executing_eagerly():
+            names = [layer.name for layer in model.written.normalizing]
+            meeting = [name for name in meeting if name in names]
+        if meeting:
+            loop_checks.not_synchronized(self.cut.tokens, meeting)
+        return meeting
+
+    def _warn(self, model: ModelStep, part: Part) -> None:
+        written = keras_checks.written_by_layers(model.unexplained(part.written[1:]))
+        for message in [*model.inexact, *written]:
+            _checks.warn_once(self.model, message)
+
+    def _gradients(self, part: Part, guesses: List[Tensor], model: ModelStep) -> List[Gradient]:
+        """The gradients of the whole batch, or this replica's part of them."""
+        count = len(model.trained)
+        gradients = part.sums[:count]
+        if not tf.executing_eagerly() or not part.counts:
+            return gradients
+        # The counts were not known before, so each has gradients of its own.
+        for place, whole in enumerate(replicas.total_counts(part.counts)):
+            padding = model.counts[place].padding if model.counts else 0.0
+            factor = tf.math.divide_no_nan(
+                tf.cast(guesses[place], whole.dtype), whole + tf.cast(padding, whole.dtype)
+            )
+            own = part.sums[count * (1 + place) : count * (2 + place)]
+            own = [sums.scaled(gradient, factor) for gradient in own]
+            gradients = [sums.add(*pair) for pair in zip(gradients, own)]
+        return gradients
+
+    def _finish(
+        self, model: ModelStep, part: Part, penalty: Tensor, logs: Logs, examples: Size
+    ) -> Logs:
+        """Writes what the batch has left in variables, and returns its logs."""
+        numerators = part.sums[len(part.sums) - len(model.terms) :]
+        values = report.reported(
+            model.terms, model.counts, numerators, part.counts, penalty, ENGINE
         )
+        written = part.written[1:]
+        logs = report.finish(model, values, written, logs, examples, ENGINE)
+        model.written.write(written, part.moments, ENGINE)
+        return logs
 
-    def _whole(self, function: Any, micro_batches: _split.MicroBatches) -> Denominators:
-        """The denominators of the whole batch: the sums of those of its micro-batches."""
-        examples = micro_batches.examples
-        if not function.counted:  # Then they are numbers of examples.
-            (examples,) = _replicas.total_counts([examples])
-            return Denominators(examples, examples, [examples] * function.terms)
-
-        def count(micro_batch: Any, carried: Any) -> Any:
-            part, carried = function.denominators(micro_batch, carried)
-            counts = [part.weight, *part.terms]
-            counts = [d if d is None else tf.cast(d, keras.config.floatx()) for d in counts]
-            return _loop.Part(counts, carried)
-
-        carried = function.written.start().carried
-        counts = self._sum(count, carried, function, micro_batches, pruned=True).gradients
-        examples, weight, *terms = _replicas.total_counts([examples, *counts])
-        return Denominators(examples, weight, terms)
-
-    def _loss_scale(self, function: Any) -> Any:
+    def _loss_scale(self, trained: List[Any]) -> Any:
         optimizer = self.model.optimizer
-        if function.trained and not optimizer.built:
+        if trained and not optimizer.built:
             # A loss scale is a constant before, and a variable after the optimizer is built.
             with tf.init_scope():
-                optimizer.build(function.trained)
+                optimizer.build(trained)
             _checks.optimizer(optimizer)  # a MultiOptimizer knows its parts only now
         return optimizer.scale_loss(tf.ones([], keras.config.floatx()))
 
-    def _update(self, variables: List[Any], gradients: List[Any]) -> None:
+    def _update(self, variables: List[Any], gradients: List[Gradient]) -> None:
         if not variables:
-            warnings.warn("The model does not have any trainable weights.", stacklevel=2)
+            _checks.warn("The model does not have any trainable weights.")
             return
 
-        def update(gradients: List[Any]) -> None:
-            _update.apply_gradients(self.model.optimizer, gradients, variables)
+        def apply(gradients: List[Gradient]) -> None:
+            update.apply_gradients(self.model.optimizer, gradients, variables)
 
         if self.compiles_steps():
-            tf.function(update, autograph=False, jit_compile=True)(gradients)
+            tf.function(apply, autograph=False, jit_compile=True)(gradients)
         else:
-            update(gradients)
+            apply(gradients)
 
-    def _remember(self, examples: Any) -> None:
+    def _remember(self, examples: Size) -> None:
         # How large the first batch is may be known in the graph only.
-        first = _replicas.read(self.first_batch)
+        first = replicas.read(self.first_batch)
         self.first_batch.assign(tf.where(first > 0, first, tf.cast(examples, first.dtype)))
 
     def check_scope(self) -> None:
         """Raises in a replica if the model's variables are not made for its strategy."""
-        _replicas.check_scope(_replicas.strategy_of(_model.all_variables(self.model)))
+        replicas.check_scope(replicas.strategy_of(models.all_variables(self.model)))

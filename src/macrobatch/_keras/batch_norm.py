@@ -5,21 +5,30 @@ are the moments of the whole batch, and move the statistics once per update, not
 """
 
 import contextlib
-import threading
 from typing import Any, Dict, Iterator, List, NamedTuple
 
 import keras
-import tensorflow as tf
+from keras import ops
 
-from macrobatch._tensorflow import replicas as _replicas
+from macrobatch import _internals
+from macrobatch._types import Engine, Tensor, Variable
 
 
 class Moments(NamedTuple):
     """Count, mean and variance of a layer's inputs, per channel."""
 
-    count: Any
-    mean: Any
-    variance: Any
+    count: Tensor
+    mean: Tensor
+    variance: Tensor
+
+    def merged(self, other: "Moments") -> "Moments":
+        """The moments of two sets of inputs together (Chan, Golub and LeVeque, 1979)."""
+        count = self.count + other.count
+        portion = ops.divide_no_nan(other.count, count)
+        difference = other.mean - self.mean
+        within = self.variance * (1 - portion) + other.variance * portion
+        between = ops.square(difference) * portion * (1 - portion)
+        return Moments(count, self.mean + difference * portion, within + between)
 
 
 class Call(NamedTuple):
@@ -32,14 +41,6 @@ class Call(NamedTuple):
 # For each layer, its calls in the order in which they were made.
 Calls = Dict[Any, List[Call]]
 
-# `_moments` is private, and the one place where the moments are at hand to full precision: from the
-# updated moving statistics they come back with most digits lost.
-_plain_moments = keras.layers.BatchNormalization._moments
-
-_recording = threading.local()
-_patching = threading.Lock()
-_recorders = 0
-
 
 @contextlib.contextmanager
 def recorded(alone: bool = False) -> Iterator[Calls]:
@@ -48,41 +49,30 @@ def recorded(alone: bool = False) -> Iterator[Calls]:
     If `alone`, layers with synchronized=True do not meet those of other replicas: in a function
     that a replica traces they cannot.
     """
-    global _recorders
-    before, _recording.calls = getattr(_recording, "calls", None), {}
-    before_alone, _recording.alone = getattr(_recording, "alone", False), alone
-    with _patching:
-        _recorders += 1
-        keras.layers.BatchNormalization._moments = _recording_moments
-    try:
-        yield _recording.calls
-    finally:
-        _recording.calls, _recording.alone = before, before_alone
-        with _patching:
-            _recorders -= 1
-            if _recorders == 0:
-                keras.layers.BatchNormalization._moments = _plain_moments
+    calls_of: Calls = {}
+
+    def recording(plain: Any, layer: Any, inputs: Tensor, mask: Any) -> Any:
+        # Replicas trace one at a time up to where they meet, which they do not in here.
+        synchronized = layer.synchronized
+        layer.synchronized = synchronized and not alone
+        try:
+            mean, variance = plain(layer, inputs, mask)
+        finally:
+            layer.synchronized = synchronized
+        call = _call(layer, inputs, mask, mean, variance)
+        calls_of.setdefault(layer, []).append(call)
+        return mean, variance
+
+    with _internals.with_moments(recording):
+        yield calls_of
 
 
-def _recording_moments(layer: Any, inputs: Any, mask: Any) -> Any:
-    # Replicas trace one at a time up to where they meet, which they do not in here.
-    synchronized = layer.synchronized
-    layer.synchronized = synchronized and not getattr(_recording, "alone", False)
-    try:
-        mean, variance = _plain_moments(layer, inputs, mask)
-    finally:
-        layer.synchronized = synchronized
-    calls = getattr(_recording, "calls", None)
-    if calls is not None:
-        calls.setdefault(layer, []).append(_call(layer, inputs, mask, mean, variance))
-    return mean, variance
-
-
-def _call(layer: Any, inputs: Any, mask: Any, mean: Any, variance: Any) -> Call:
+def _call(layer: Any, inputs: Tensor, mask: Any, mean: Tensor, variance: Tensor) -> Call:
     if mask is None:
-        count = tf.cast(tf.size(inputs) // tf.shape(inputs)[layer.axis], mean.dtype)
+        sizes = ops.convert_to_tensor(ops.shape(inputs), "int32")
+        count = ops.cast(ops.prod(sizes) // sizes[layer.axis], mean.dtype)
         return Call(Moments(count, mean, variance), masked=False)
-    count = tf.reduce_sum(tf.cast(mask, mean.dtype))
+    count = ops.sum(ops.cast(mask, mean.dtype))
     bias = _masked_bias(count)
     return Call(Moments(count, mean * bias, variance * bias), masked=True)
 
@@ -94,56 +84,48 @@ def can_pool(layer: Any, calls: List[Call]) -> bool:
     return len(calls) == 1 and not getattr(layer, "renorm", False)
 
 
-def _masked_bias(count: Any) -> Any:
+def _masked_bias(count: Tensor) -> Tensor:
     # Keras divides masked sums by the count plus an epsilon.
-    return tf.math.divide_no_nan(count + keras.config.epsilon(), count)
+    return ops.divide_no_nan(count + keras.config.epsilon(), count)
 
 
 def nothing(layer: Any) -> Moments:
     """The moments of no inputs at all."""
-    zeros = tf.zeros(layer.moving_mean.shape, _compute_dtype(layer))
-    return Moments(tf.zeros([], zeros.dtype), zeros, zeros)
+    dtype = "float64" if layer.compute_dtype == "float64" else "float32"
+    zeros = ops.zeros(layer.moving_mean.shape, dtype)
+    return Moments(ops.zeros([], dtype), zeros, zeros)
 
 
-def _compute_dtype(layer: Any) -> Any:
-    return tf.float64 if layer.compute_dtype == "float64" else tf.float32
-
-
-def pooled(left: Moments, right: Moments) -> Moments:
-    """The moments of two sets of inputs together (Chan, Golub and LeVeque, 1979)."""
-    count = left.count + right.count
-    portion = tf.math.divide_no_nan(right.count, count)
-    difference = right.mean - left.mean
-    within = left.variance * (1 - portion) + right.variance * portion
-    between = tf.square(difference) * portion * (1 - portion)
-    return Moments(count, left.mean + difference * portion, within + between)
-
-
-def over_replicas(moments: List[Moments]) -> List[Moments]:
+def over_replicas(moments: List[Moments], engine: Engine) -> List[Moments]:
     """The moments of the inputs of all replicas, of which one may have had none."""
-    if not _replicas.in_several() or not moments:
+    if engine.replicas() == 1 or not moments:
         return moments
     counts = [each.count for each in moments]
     sums = [each.count * each.mean for each in moments]
-    totals = _replicas.total([*counts, *sums])  # of all layers at once
+    totals = engine.sum_over_replicas([*counts, *sums])  # of all layers at once
     counts, sums = totals[: len(moments)], totals[len(moments) :]
-    means = [tf.math.divide_no_nan(*pair) for pair in zip(sums, counts)]
+    means = [ops.divide_no_nan(*pair) for pair in zip(sums, counts)]
     squares = [
-        tf.math.multiply_no_nan(own.variance + tf.square(own.mean - mean), own.count)
+        _times_count(own.variance + ops.square(own.mean - mean), own.count)
         for own, mean in zip(moments, means)
     ]
-    variances = [tf.math.divide_no_nan(*p) for p in zip(_replicas.total(squares), counts)]
+    variances = [ops.divide_no_nan(*p) for p in zip(engine.sum_over_replicas(squares), counts)]
     return [Moments(*each) for each in zip(counts, means, variances)]
 
 
-def statistics(layer: Any) -> List[Any]:
+def _times_count(value: Tensor, count: Tensor) -> Tensor:
+    """value * count, and 0 where the count is 0, whatever the value is."""
+    return ops.where(count > 0, value, ops.zeros_like(value)) * count
+
+
+def statistics(layer: Any) -> List[Variable]:
     """The variables that one update with pooled moments writes."""
     return [layer.moving_mean, layer.moving_variance]
 
 
 def update(layer: Any, moments: Moments, masked: bool) -> None:
     """Moves the statistics of a layer, once, towards these moments."""
-    bias = 1.0 / _masked_bias(moments.count) if masked else 1.0
+    bias = moments.count / (moments.count + keras.config.epsilon()) if masked else 1.0
     for moving, batch in zip(statistics(layer), (moments.mean, moments.variance)):
-        batch = tf.cast(batch * bias, moving.dtype)
+        batch = ops.cast(batch * bias, moving.dtype)
         moving.assign(moving * layer.momentum + batch * (1.0 - layer.momentum))

@@ -2,7 +2,8 @@
 Runs on TensorFlow 1.14 too.
 """
 
-from typing import Any, Callable, ContextManager, Tuple
+import contextlib
+from typing import Any, Callable, ContextManager, Iterator, List, Tuple
 
 import tensorflow as tf
 
@@ -47,6 +48,19 @@ def checked(values: Any, *checks: Tuple[Any, str]) -> Any:
         return tf.identity(values)
 
 
+@contextlib.contextmanager
+def refusals_as_value_errors() -> Iterator[None]:
+    """Lets what a graph refuses be the error that it is in eager mode."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        refusals = [line for line in error.message.splitlines() if REFUSAL in line]
+        if not refusals:
+            raise
+        message = refusals[0].partition(REFUSAL)[2].rpartition("]")[0]
+        raise ValueError(message.replace("\\'", "'").replace('\\"', '"')) from None
+
+
 def when(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any] = tf.no_op) -> Any:
     """Calls one of two functions, now or in the graph. What it returns is there afterwards."""
     if tf.executing_eagerly():
@@ -79,3 +93,44 @@ def specs_of(batch: Any, any_size: bool = False) -> Any:
         return tf.type_spec_from_value(leaf)
 
     return tf.nest.map_structure(spec, to_tensors(batch))
+
+
+def unknown(number: Any) -> Any:
+    """A number that a trace does not know."""
+    if tf.executing_eagerly():
+        return number
+    return tf.compat.v1.placeholder_with_default(number, [])
+
+
+def agreed_size(
+    batch: Any, sizes: List[Any], least: int, uneven: str, empty: str
+) -> Tuple[Any, Any]:
+    """The batch, and the one size that all parts of the batch have; an int if one part knows.
+
+    Args:
+        batch: a nest of tensors.
+        sizes: their numbers of examples.
+        least: the smallest that is allowed.
+        uneven: what to say if sizes differ.
+        empty: what to say if the size is too small.
+    """
+    known = [size for size in sizes if isinstance(size, int)]
+    unknown_ones = [size for size in sizes if not isinstance(size, int)]
+    first = known[0] if known else unknown_ones[0]
+    if not unknown_ones:
+        return batch, first
+    if in_xla():
+        # XLA drops assertions. It does refuse, before anything runs, to give a tensor a shape of
+        # another size, or to take the first of no elements; its message shows the name.
+        for size in unknown_ones:
+            ones = tf.ones([first], tf.bool)
+            first = tf.size(tf.reshape(ones, [size], name="parts_of_a_batch_differ_in_examples"))
+        if least:
+            first *= tf.size(tf.slice(tf.ones([first]), [0], [1], name="a_batch_is_empty"))
+        return batch, known[0] if known else first
+    equal = [(tf.equal(size, first), uneven) for size in unknown_ones]
+    with refuse_unless(*equal, (tf.greater_equal(first, least), empty)):
+        batch = tf.nest.map_structure(
+            lambda leaf: tf.identity(leaf) if isinstance(leaf, tf.Tensor) else leaf, batch
+        )
+        return batch, known[0] if known else tf.identity(first)

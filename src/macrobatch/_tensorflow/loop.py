@@ -4,22 +4,22 @@ so whatever fails in it has changed nothing.
 What the loop means, whichever way it runs:
 
     for micro_batch in batch:
-        part = step(micro_batch, state)
-        sums += part.gradients
-        state, latest = part.state, part.latest
+        part = step(micro_batch, values, counts)
+        sums += part.sums
+        values = part.written, where it is not None
+        moments = moments.merged(part.moments)
+        latest = part.latest
         aux.append(part.aux)
-    return Part(sums, state, latest, concatenated(aux))
+    return Part(sums, values, moments, latest, concatenated(aux))
 """
 
-from typing import Any, Callable, List, NamedTuple, Sequence
+from typing import Any, Callable, List, Optional, Sequence
 
 import tensorflow as tf
 
-from macrobatch import _checks
-from macrobatch._batches import split as _split
-from macrobatch._tensorflow import checks as _replica_checks
-from macrobatch._tensorflow import replicas as _replicas
-from macrobatch._tensorflow import sums as _sums
+from macrobatch._tensorflow import checks, folds, graph, leaves, replicas, sums
+from macrobatch._tensorflow.trace import Traced
+from macrobatch._types import Batch, Gradient, MicroBatches, Part, Run, Step, Tensor
 
 # Zeros that the first gradients are added to are a pass over memory as large as the model. Leaving
 # it out takes a second copy of the step in the graph, which is some 20 MiB of what kernels keep: so
@@ -27,67 +27,285 @@ from macrobatch._tensorflow import sums as _sums
 LARGE_SUMS = 2**25  # bytes
 
 
-class Part(NamedTuple):
-    """What a step makes of a micro-batch, and the loop of the whole batch.
+class Loop:
+    """A step and the micro-batches that it runs on. In a graph the step is traced here, once.
 
     Attributes:
-        gradients: to be summed.
-        state: for the next micro-batch: a nest of tensors of fixed shapes.
-        latest: values of which the last micro-batch's are kept.
-        aux: values of which all are kept, one after the other.
+        values: the values of the step's variables before the batch.
+        like: in a graph, the part of the first micro-batch, with symbolic tensors.
     """
 
-    gradients: List[Any]
-    state: Any
-    latest: Any = ()
-    aux: Any = ()
+    def __init__(
+        self,
+        step: Step,
+        micro_batches: MicroBatches,
+        values: Callable[[], List[Tensor]] = list,
+        size: Callable[[], int] = int,
+        jit_compile: bool = False,
+        apart: bool = False,
+    ):
+        """Traces a step.
+
+        Args:
+            step: the step.
+            micro_batches: the batch, and how it is cut.
+            values: a function that reads the variables whose values go into the step.
+            size: a function that tells how many there are. A run may find more of them: the step
+                is traced again then.
+            jit_compile: whether XLA compiles the step, and not what is around it.
+            apart: whether the step gets no counts, in a graph too.
+        """
+        self._step, self._micro_batches, self._apart = step, micro_batches, apart
+        self._read, self._size, self._jit_compile = values, size, jit_compile
+        self.values = values()
+        self._aux: Any = ()
+        if not tf.executing_eagerly():
+            self._traced = self._trace()
+            self.like: Part = self._traced.result
+            self._call = self._traced.compiled() if jit_compile else self._traced
+
+    def _trace(self) -> Traced:
+        # How many counts there are is known after the trace.
+        counts = None if self._apart else tf.TensorSpec([None], "float64")
+        while True:
+            first = self._micro_batches.first()
+            traced = Traced(self._step_in_graph, first, self.values, counts)
+            if self._size() <= len(self.values):
+                return traced
+            self.values = self._read()
+
+    def _step_in_graph(self, micro_batch: Batch, values: Any, counts: Optional[Tensor]) -> Part:
+        # In a function that a replica traces, replicas cannot meet.
+        part = self._step(micro_batch, values, counts, True)
+        gradients = part.sums
+        if graph.in_xla():  # XLA has no tensors of unknown size, so no sparse sums.
+            gradients = [sums.dense(gradient) for gradient in gradients]
+        kept = [leaf for leaf in tf.nest.flatten(part.aux) if leaf is not None]
+        length = self._micro_batches.length_of(micro_batch)
+        kept = [self._micro_batches.padded([leaf], [length])[0] for leaf in kept]
+        pieces = [leaves.pieces(leaf) for leaf in kept]
+        self._aux = part.aux, pieces
+        return part._replace(sums=gradients, aux=[each.parts for each in pieces])
+
+    def run(self, counts: Optional[Sequence[Tensor]] = None, synchronized: Any = ()) -> Part:
+        """The part of the whole batch.
+
+        Args:
+            counts: the counts of the whole batch, over all replicas, if they are known.
+            synchronized: the names of layers in which replicas meet. In a loop of a graph they
+                cannot, so the loop is unrolled.
+        """
+        vector = None
+        if counts is not None:
+            doubles = [tf.cast(count, tf.float64) for count in counts]
+            vector = tf.stack(doubles) if doubles else tf.zeros([0], tf.float64)
+        if synchronized:
+            self._check_replicas(synchronized)
+            return self._run_one_by_one(vector)
+        if not tf.executing_eagerly():
+            return self._run_in_graph(self._call, self.like, vector)
+        if any(run.count for run in self._micro_batches.runs):
+            return self._run_one_by_one(vector)
+        # A replica without examples: only a trace can tell what is summed.
+        return tf.function(self._run_traced, autograph=False)()
+
+    def counts(self) -> List[Tensor]:
+        """The counts of this replica's micro-batches, before the step runs. In a graph only.
+
+        The graph has only what counts depend on, so that no predictions are made.
+        """
+        wanted = [False] * len(self.values)
+
+        def counting(part: Part) -> Part:
+            written = [v if want else None for v, want in zip(part.written, wanted)]
+            return Part([], part.counts, written)
+
+        # Masks may be random: then the seeds that they are drawn from go from one micro-batch to
+        # the next.
+        needed = self._traced.needs(counting, 1)
+        while needed != wanted:
+            wanted = needed
+            needed = [a or b for a, b in zip(wanted, self._traced.needs(counting, 1))]
+        nothing = tf.zeros([0], tf.float64)
+        counted = self._run_in_graph(self._traced.only(counting), counting(self.like), nothing)
+        return counted.counts
+
+    def _run_traced(self) -> Part:
+        return Loop(self._step, self._micro_batches, self._read, self._size, apart=True).run()
+
+    def part(self, micro_batch: Batch, values: List[Tensor], counts: Sequence[float]) -> Part:
+        """The part of one micro-batch, for these values and counts."""
+        if tf.executing_eagerly():
+            return self._step(micro_batch, values, None, True)
+        return self._traced(micro_batch, values, tf.constant(counts, tf.float64, [len(counts)]))
+
+    def _check_replicas(self, synchronized: Sequence[str]) -> None:
+        examples = self._micro_batches.examples
+        checks.static_batch(examples, synchronized)
+        replicas.compare(examples, lambda all: checks.even_replicas(all, synchronized))
+
+    def _run_one_by_one(self, counts: Optional[Tensor]) -> Part:
+        micro_batches, values = self._micro_batches, list(self.values)
+        total: Optional[Part] = None
+        collected: List[Any] = []
+        lengths: List[Any] = []
+        for run in micro_batches.runs:
+            for index in range(int(run.count)):
+                # In a graph they could be in memory side by side.
+                with after(() if total is None else (total.sums, values)):
+                    micro_batch = micro_batches.get(run, index)
+                    part = self._step(micro_batch, values, counts, False)
+                if len(part.written) > len(values):
+                    values += self._read()[len(values) :]
+                values = [old if new is None else new for new, old in zip(part.written, values)]
+                total = _added(total, part)
+                collected.append(part.aux)
+                lengths.append(micro_batches.length_of(micro_batch))
+        assert total is not None
+        probe = micro_batches.probe(lengths) if tf.nest.flatten(collected) else None
+        if probe is not None:
+            collected.append(self._step(probe, values, counts, False).aux)
+            lengths.append(micro_batches.length_of(probe))
+        count = len(lengths) - (probe is not None)
+        aux = tf.nest.map_structure(
+            lambda *parts: leaves.concatenated(micro_batches.padded(list(parts), lengths)[:count]),
+            *collected,
+        )
+        return total._replace(aux=micro_batches.restored(aux))
+
+    def _run_in_graph(
+        self, call: Callable[..., Part], like: Part, counts: Optional[Tensor]
+    ) -> Part:
+        micro_batches, runs = self._micro_batches, self._micro_batches.runs
+        count = sum(run.count for run in runs)
+        changing = [i for i, value in enumerate(like.written) if value is not None]
+        # Replicas with different numbers of examples must have gradients of the same kinds.
+        may_be_dense = not replicas.in_several()
+        present = [each for each in (*like.sums, *like.counts) if each is not None]
+        all_folds = [folds.summed(each, count, may_be_dense) for each in present]
+        all_folds += [folds.carried(self.values[i]) for i in changing]
+        all_folds += [folds.pooled(each) for each in like.moments]
+        all_folds += [folds.latest(like.latest)]
+        # A replica may be without examples; XLA would compile the step twice.
+        starts_with_first = sums.dense_bytes(like.sums) >= LARGE_SUMS and not (
+            replicas.in_several() or graph.in_xla()
+        )
+        pieces = self._aux[1] if like.aux else []
+
+        def part_of(micro_batch: Batch, state: List[Any]) -> Any:
+            values = list(self.values)
+            for i, value in zip(changing, state[len(present) :]):
+                values[i] = value
+            part = call(micro_batch, values, counts)
+            return _items(part), part.aux
+
+        def run_all(run: Run, done: Any, state: List[Any]) -> Any:
+            everything = folds.All(run, pieces)
+
+            def body(index: Any, state: List[Any], kept: Any) -> Any:
+                items, aux = part_of(micro_batches.get(run, index), state)
+                pairs = zip(all_folds, state, items)
+                state = [fold.push(so_far, item, done + index) for fold, so_far, item in pairs]
+                return index + 1, state, everything.push(kept, aux, index)
+
+            index, kept = tf.constant(0), everything.start
+            if starts_with_first and run is runs[0]:
+                items, aux = part_of(micro_batches.first(), state)
+                state = [fold.first(*pair) for fold, *pair in zip(all_folds, state, items)]
+                kept = everything.push(kept, aux, 0)
+                with after(state):  # or its activations could be in memory beside the next ones'
+                    index = tf.constant(1)
+            # The default of 10 parallel iterations would let their activations overlap in memory.
+            _, state, kept = tf.while_loop(
+                lambda index, *_: index < run.count,
+                body,
+                (index, state, kept),
+                parallel_iterations=1,
+            )
+            return state, everything.finish(kept)
+
+        done: Any = 0
+        state, collected = [fold.start for fold in all_folds], []
+        for run in runs:
+            state, kept = run_all(run, done, state)
+            collected.append(kept)
+            done += run.count
+        results = [fold.finish(each) for fold, each in zip(all_folds, state)]
+        return _rebuilt(like, results)._replace(aux=self._joined(like, collected))
+
+    def _joined(self, like: Part, collected: List[Any]) -> Any:
+        if not like.aux:
+            return self._aux[0] if self._aux else ()
+        nest, pieces = self._aux
+        parts = tf.nest.map_structure(lambda *runs: tf.concat(runs, 0), *collected)
+        found = iter([leaves.joined(each.kind, p) for each, p in zip(pieces, parts)])
+        flat = [None if leaf is None else next(found) for leaf in tf.nest.flatten(nest)]
+        return self._micro_batches.restored(tf.nest.pack_sequence_as(nest, flat))
 
 
-Step = Callable[[Any, Any], Part]
+def _items(part: Part) -> List[Any]:
+    """What folds take of a part, in their order."""
+    present = [each for each in (*part.sums, *part.counts) if each is not None]
+    changed = [value for value in part.written if value is not None]
+    return [*present, *changed, *part.moments, part.latest]
 
 
-def sum_over_micro_batches(
-    step: Step,
-    micro_batches: _split.MicroBatches,
-    state: Any,
-    synchronized: Sequence[str] = (),
-    jit_compile: bool = False,
-    pruned: bool = False,
-) -> Part:
-    """Runs `step` on each micro-batch and sums the gradients that it returns.
+def _rebuilt(like: Part, items: List[Any]) -> Part:
+    """A part like another one, with these items."""
+    remaining = iter(items)
 
-    Args:
-        step: a function of a micro-batch and the state.
-        micro_batches: the batch, and how it is cut.
-        state: before the first micro-batch.
-        synchronized: the names of layers in which replicas meet. In a loop of a graph they cannot.
-        jit_compile: whether XLA compiles the step, and not what is around it.
-        pruned: whether a graph leaves out what the parts of a step do not depend on, although it
-            may fail or write.
+    def filled(values: List[Any]) -> List[Any]:
+        return [None if value is None else next(remaining) for value in values]
 
-    Returns:
-        The part of the whole batch.
-    """
-    if synchronized:
-        examples = micro_batches.examples
-        _replica_checks.static_batch(examples, synchronized)
-        _replicas.compare(examples, lambda all: _replica_checks.even_replicas(all, synchronized))
-    some = any(run.count for run in micro_batches.runs) if tf.executing_eagerly() else False
-    if synchronized or some:
-        return _run_one_by_one(step, micro_batches, state)
-
-    def run_in_graph() -> Part:
-        return _run_in_graph(step, micro_batches, state, jit_compile, pruned)
-
-    if tf.executing_eagerly():  # A replica without examples: only a trace can tell what is summed.
-        return tf.function(run_in_graph, autograph=False)()
-    return run_in_graph()
+    return Part(
+        filled(like.sums),
+        filled(like.counts),
+        filled(like.written),
+        filled(like.moments),
+        next(remaining),
+    )
 
 
-def gradients_of(tape: tf.GradientTape, loss: Any, variables: List[Any]) -> List[Any]:
+def _added(total: Optional[Part], part: Part) -> Part:
+    """The part of all micro-batches so far."""
+    wide = [sums.merge_rows(sums.widened(each)) for each in part.sums]
+    if total is None:
+        return part._replace(sums=wide)
+    if len(part.sums) != len(total.sums):
+        raise ValueError(
+            "Every micro-batch must have a loss of the same terms. Received: a micro-batch with "
+            f"{len(part.sums)} values to be summed, after one with {len(total.sums)}. Look for "
+            "masks or sample weights that only some batches have."
+        )
+    written = [
+        old if new is None else new
+        for new, old in zip(part.written, [*total.written, *[None] * len(part.written)])
+    ]
+    known = len(total.moments)
+    moments = [before.merged(now) for before, now in zip(total.moments, part.moments)]
+    return Part(
+        sums=[sums.merge_rows(sums.add(*pair)) for pair in zip(total.sums, wide)],
+        counts=[before + now for before, now in zip(total.counts, part.counts)],
+        written=written,
+        moments=[*moments, *part.moments[known:]],
+        latest=part.latest,
+    )
+
+
+def gradients_of(tape: tf.GradientTape, loss: Tensor, weights: List[Any]) -> List[Gradient]:
     """The gradients of a loss, with the shapes of the variables, which the tape may not know."""
-    gradients = tape.gradient(loss, variables)
-    return [_shaped(gradient, v.shape) for gradient, v in zip(gradients, variables)]
+    return [
+        _shaped(gradient, v.shape) for gradient, v in zip(tape.gradient(loss, weights), weights)
+    ]
+
+
+def _shaped(gradient: Gradient, shape: tf.TensorShape) -> Gradient:
+    if isinstance(gradient, tf.IndexedSlices):
+        dense_shape = tf.constant(shape.as_list(), gradient.indices.dtype)
+        return tf.IndexedSlices(gradient.values, gradient.indices, dense_shape)
+    if gradient is not None:
+        gradient.set_shape(shape)
+    return gradient
 
 
 def after(values: Any) -> Any:
@@ -100,182 +318,3 @@ def after(values: Any) -> Any:
     with tf.control_dependencies([tensor for tensor in everything if tensor is not None]):
         ready = tf.no_op()
     return tf.control_dependencies([] if tf.executing_eagerly() else [ready])
-
-
-def _shaped(gradient: Any, shape: tf.TensorShape) -> Any:
-    if isinstance(gradient, tf.IndexedSlices):
-        dense_shape = tf.constant(shape.as_list(), gradient.indices.dtype)
-        return tf.IndexedSlices(gradient.values, gradient.indices, dense_shape)
-    if gradient is not None:
-        gradient.set_shape(shape)
-    return gradient
-
-
-def _run_one_by_one(step: Step, micro_batches: _split.MicroBatches, state: Any) -> Part:
-    sums: List[Any] = []
-    latest: Any = None
-    collected: List[Any] = []
-    lengths: List[Any] = []
-    for run in micro_batches.runs:
-        for index in range(int(run.count)):
-            with after((sums, state)):  # or in a graph they could be in memory side by side
-                micro_batch = micro_batches.get(run, index)
-                part = step(micro_batch, state)
-            state, latest = part.state, part.latest
-            gradients = [_sums.widened(gradient) for gradient in part.gradients]
-            sums = [_sums.add(*pair) for pair in zip(sums, gradients)] if sums else gradients
-            sums = [_sums.merge_rows(total) for total in sums]
-            collected.append(part.aux)
-            lengths.append(micro_batches.length_of(micro_batch))
-    probe = micro_batches.probe(lengths) if tf.nest.flatten(collected) else None
-    if probe is not None:
-        collected.append(step(probe, state).aux)
-        lengths.append(micro_batches.length_of(probe))
-    count = len(lengths) - (probe is not None)
-    aux = tf.nest.map_structure(
-        lambda *leaves: _joined(micro_batches.padded(list(leaves), lengths)[:count]), *collected
-    )
-    return Part(sums, state, latest, micro_batches.in_order(aux))
-
-
-def _joined(leaves: List[Any]) -> Any:
-    if leaves[0] is None:
-        return None
-    taken = [_split.pieces(leaf) for leaf in leaves]
-    parts = zip(*(each.parts for each in taken))
-    joined = [tf.concat(p, 0) if p[0].shape.rank else tf.stack(p) for p in parts]
-    return _split.join(taken[0].kind, joined)
-
-
-def _run_in_graph(
-    step: Step, micro_batches: _split.MicroBatches, state: Any, jit_compile: bool, pruned: bool
-) -> Part:
-    traces = []
-
-    def traced_step(micro_batch: Any, state: Any) -> Any:
-        part = step(micro_batch, state)
-        gradients = part.gradients
-        if _split.in_xla():  # XLA has no tensors of unknown size, so no sparse sums.
-            gradients = [_sums.dense(gradient) for gradient in gradients]
-        leaves = [leaf for leaf in tf.nest.flatten(part.aux) if leaf is not None]
-        length = micro_batches.length_of(micro_batch)
-        leaves = [micro_batches.padded([leaf], [length])[0] for leaf in leaves]
-        aux = [_split.pieces(leaf) for leaf in leaves]
-        traces.append(part._replace(gradients=gradients, aux=(part.aux, aux)))
-        return gradients, part.state, part.latest, [each.parts for each in aux]
-
-    # Tracing the step before the loop tells which gradients are None or sparse, and what shape the
-    # rest has; the loop then calls that same trace.
-    first = micro_batches.first()
-    if pruned and not _split.in_xla():  # which leaves it out by itself
-        traced = _pruned(traced_step, first, state)
-    else:
-        traced = tf.function(traced_step, autograph=False, jit_compile=jit_compile or None)
-        traced.get_concrete_function(first, state)
-    likes, _, latest_like, (aux_like, aux_pieces) = traces[0]
-    runs = micro_batches.runs
-    count = sum(run.count for run in runs)
-    # Replicas with different numbers of examples must have gradients of the same kinds.
-    may_be_dense = not _replicas.in_several()
-    sums = [_sums.start(like, count, may_be_dense) for like in likes]
-    latest = tf.nest.map_structure(lambda t: tf.zeros(t.shape, t.dtype), latest_like)
-    # A replica may be without examples; XLA would compile the step twice.
-    starts_with_first = _sums.dense_bytes(likes) >= LARGE_SUMS and not (
-        _replicas.in_several() or _split.in_xla()
-    )
-
-    def run_all(run: _split.Run, done: Any, sums: Any, state: Any, latest: Any) -> Any:
-        def after_one(index: Any, micro_batch: Any, push: Any, loop: Any) -> Any:
-            sums, state, _, aux = loop
-            gradients, state, latest, parts = traced(micro_batch, state)
-            gradients = [g for g in gradients if g is not None]
-            sums = [push(total, g) for total, g in zip(sums, gradients)]
-            aux = tf.nest.map_structure(lambda array, part: array.write(index, part), aux, parts)
-            return sums, state, latest, aux
-
-        def body(index: Any, *loop: Any) -> Any:
-            def push(total: Any, gradient: Any) -> Any:
-                return _sums.push(total, gradient, done + index)
-
-            return (index + 1, *after_one(index, micro_batches.get(run, index), push, loop))
-
-        aux = [[_array(run, part) for part in each.parts] for each in aux_pieces]
-        index, loop = tf.constant(0), (sums, state, latest, aux)
-        if starts_with_first and run is runs[0]:
-            loop = after_one(0, first, _sums.first, loop)
-            with after(loop[:3]):  # or its activations could be in memory beside the next ones'
-                index = tf.constant(1)
-        # The default of 10 parallel iterations would let their activations overlap in memory.
-        _, sums, state, latest, aux = tf.while_loop(
-            lambda index, *_: index < run.count, body, (index, *loop), parallel_iterations=1
-        )
-        parts = [each.parts for each in aux_pieces]
-        aux = tf.nest.map_structure(lambda a, p: _collected(run, a, p), aux, parts)
-        return sums, state, latest, aux
-
-    present = [total for total in sums if total is not None]
-    done = 0
-    collected = []
-    for run in runs:
-        present, state, latest, aux = run_all(run, done, present, state, latest)
-        collected.append(aux)
-        done += run.count
-    remaining = iter(present)
-    sums = [None if like is None else _sums.finish(next(remaining), like) for like in likes]
-    joined = tf.nest.map_structure(lambda *runs: tf.concat(runs, 0), *collected)
-    leaves = iter([_split.join(each.kind, parts) for each, parts in zip(aux_pieces, joined)])
-    aux = [None if leaf is None else next(leaves) for leaf in tf.nest.flatten(aux_like)]
-    aux = micro_batches.in_order(tf.nest.pack_sequence_as(aux_like, aux))
-    return Part(sums, state, latest, aux)
-
-
-def _pruned(function: Callable[..., Any], *like: Any) -> Callable[..., Any]:
-    """A function traced for arguments like these, without what its values do not depend on.
-
-    A `tf.function` keeps every operation that may fail. Where shapes are not known, TensorFlow
-    asserts them of predictions, which would be made for the sake of it.
-    """
-    results: List[Any] = []
-
-    def of_tensors(*tensors: Any) -> Any:
-        results.append(function(*_packed(like, tensors)))
-        return _tensors(results[0])
-
-    signature = [tf.TensorSpec.from_tensor(tensor) for tensor in _tensors(like)]
-    traced = tf.compat.v1.wrap_function(of_tensors, signature)
-    pruned = traced.prune(traced.inputs, traced.outputs)
-    return lambda *arguments: _packed(results[0], pruned(*_tensors(arguments)))
-
-
-def _tensors(nest: Any) -> List[Any]:
-    """The dense tensors of a nest with None, ragged and sparse tensors in it."""
-    leaves = tf.nest.flatten(nest, expand_composites=True)
-    return [leaf for leaf in leaves if leaf is not None]
-
-
-def _packed(like: Any, tensors: Sequence[Any]) -> Any:
-    """A nest like another one, with these dense tensors."""
-    remaining = iter(tensors)
-    leaves = tf.nest.flatten(like, expand_composites=True)
-    leaves = [None if leaf is None else next(remaining) for leaf in leaves]
-    return tf.nest.pack_sequence_as(like, leaves, expand_composites=True)
-
-
-def _array(run: _split.Run, like: Any) -> tf.TensorArray:
-    """Room for a value of each micro-batch of a run."""
-    _checks.aux_has_rank(like)
-    shape = [None, *like.shape[1:]] if like.shape.rank else []
-    # XLA compiles the loop also for a tail that is empty, and writes to an array that must not be.
-    size = run.count if isinstance(run.count, int) else tf.maximum(run.count, 1)
-    return tf.TensorArray(like.dtype, size, element_shape=shape, infer_shape=False)
-
-
-def _collected(run: _split.Run, array: tf.TensorArray, like: Any) -> Any:
-    """The values of all micro-batches of a run: one after the other, scalars stacked."""
-    if like.shape.rank and not run.static:
-        return array.concat()
-    values = array.stack()[: run.count]  # In XLA, where sizes are static, arrays can be stacked.
-    if not like.shape.rank:
-        return values
-    shape = tf.shape(values)
-    return tf.reshape(values, tf.concat([shape[:1] * shape[1:2], shape[2:]], 0))

@@ -1,0 +1,71 @@
+"""How batches are to be cut: what the user has asked for, and the micro-batches that come of it."""
+
+from typing import Any, Callable, NamedTuple, Optional, Sequence
+
+from macrobatch._batches import checks
+from macrobatch._batches.by_length import ByLength, given_lengths
+from macrobatch._batches.in_order import InOrder
+from macrobatch._batches.sequences import Memory, Sequences
+from macrobatch._types import Batch, BatchEngine, MicroBatches, Size, Tensor
+
+
+class Cut(NamedTuple):
+    """How batches are to be cut. One of `size` and `tokens` is given.
+
+    Attributes:
+        size: examples in a micro-batch.
+        tokens: what examples times longest may be in a micro-batch.
+        axis: along which sequences lie, if micro-batches are made by length.
+        lengths: a function that gives the lengths of examples, in place of what they contain.
+    """
+
+    size: Optional[int]
+    tokens: Optional[int] = None
+    axis: Optional[int] = None
+    lengths: Optional[Callable[..., Any]] = None
+
+    def apply(
+        self,
+        batch: Batch,
+        examples: Size,
+        engine: BatchEngine,
+        of: Sequence[Any] = (),
+        x: Any = None,
+        weights: Any = None,
+        fixed: Sequence[Tensor] = (),
+        few_shapes: bool = False,
+        memory: Optional[Memory] = None,
+    ) -> MicroBatches:
+        """Cuts a batch.
+
+        Args:
+            batch: the batch.
+            examples: the number of its examples.
+            engine: the backend.
+            of: the arguments of `lengths`.
+            x: the part of the batch that tells, by integers that are not 0, how long examples are.
+            weights: the part of the batch that tells so by numbers of any kind.
+            fixed: tensors of the batch that are not to be cut along the axis.
+            few_shapes: whether there may be few different shapes only.
+            memory: what earlier batches have shown.
+        """
+        if self.axis is None:
+            assert self.size is not None
+            return InOrder(batch, examples, self.size, engine)
+        checks.outside_of_xla(engine.has_static_sizes())
+        sequences = Sequences(self.axis, batch, x, weights, fixed, engine, memory or Memory())
+        if self.lengths is None:
+            lengths = sequences.lengths()
+        else:
+            lengths = given_lengths(self.lengths(*of), examples, engine)
+        return ByLength(
+            batch,
+            examples,
+            sequences,
+            lengths,
+            engine,
+            size=self.size,
+            tokens=self.tokens,
+            lengths_are_given=self.lengths is not None,
+            few_shapes=few_shapes,
+        )

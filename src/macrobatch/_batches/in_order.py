@@ -1,0 +1,67 @@
+"""Batch -> micro-batches of one size, in the order of the batch."""
+
+from typing import List, Tuple
+
+from keras import ops, tree
+
+from macrobatch._batches import checks
+from macrobatch._types import Batch, BatchEngine, MicroBatches, Run, Size
+
+
+def checked(batch: Batch, engine: BatchEngine, may_be_empty: bool = False) -> Tuple[Batch, Size]:
+    """A batch and the number of its examples, once all parts of the batch have as many."""
+    leaves = [leaf for leaf in tree.flatten(batch) if leaf is not None]
+    shapes = tree.map_structure(lambda leaf: None if leaf is None else tuple(leaf.shape), batch)
+    checks.batch_shapes([tuple(leaf.shape) for leaf in leaves], shapes, may_be_empty)
+    sizes = [engine.examples_of(leaf) for leaf in leaves]
+    return engine.agreed_size(
+        batch,
+        sizes,
+        least=0 if may_be_empty else 1,
+        uneven=checks.uneven_batch(shapes),
+        empty=checks.empty_batch(shapes),
+    )
+
+
+def runs_of(examples: Size, micro_batch_size: int, static: bool) -> List[Run]:
+    """How a batch is cut: one run, or full micro-batches and a tail where sizes must be static."""
+    if isinstance(examples, int) and examples == 0:
+        return [Run(0, micro_batch_size, 0, static=False)]
+    if isinstance(examples, int):
+        size = min(micro_batch_size, examples)
+        full, tail = divmod(examples, size)
+        if tail == 0:
+            return [Run(0, size, full, static=True)]
+        if static:
+            return [Run(0, size, full, static=True), Run(full * size, tail, 1, static=True)]
+        return [Run(0, size, full + 1, static=False)]
+    if static:
+        # To a compiler these are constants. A tail that turns out to be empty runs no iteration.
+        some = ops.minimum(micro_batch_size, examples)
+        full, rest = examples // ops.maximum(some, 1), examples % ops.maximum(some, 1)
+        count = ops.cast(rest > 0, "int32")
+        return [Run(0, some, full, static=True), Run(full * some, rest, count, static=True)]
+    count = (examples + micro_batch_size - 1) // micro_batch_size
+    return [Run(0, micro_batch_size, count, static=False)]
+
+
+class InOrder(MicroBatches):
+    """A batch that is cut into micro-batches of one size, in the order of the batch."""
+
+    def __init__(self, batch: Batch, examples: Size, size: int, engine: BatchEngine):
+        self.batch, self.examples, self._engine = batch, examples, engine
+        self.runs = runs_of(examples, size, engine.has_static_sizes())
+
+    def get(self, run: Run, index: Size) -> Batch:
+        start = run.start + index * run.size
+        return tree.map_structure(
+            lambda leaf: (
+                None if leaf is None else self._engine.slice_of(leaf, start, run.size, run.static)
+            ),
+            self.batch,
+        )
+
+    def first(self) -> Batch:
+        # Slices at a constant index have a constant size, others have not.
+        index = 0 if self.runs[0].static else self._engine.unknown(0)
+        return self.get(self.runs[0], index)

@@ -1,0 +1,283 @@
+"""Every private name of Keras and TensorFlow that macrobatch uses, each with the reason.
+
+There is no public way to any of them. tests/rooms/test_internals.py names each of them, so that a
+new version of Keras or TensorFlow without one of them is noticed there. Nothing is imported before
+a function needs it: the room is open to any backend of Keras, and to TensorFlow 1.14.
+"""
+
+import contextlib
+import functools
+import sys
+import threading
+from typing import Any, Callable, Dict, Iterator, List, Optional
+
+# Functions that are replaced for a while
+
+
+class Patch:
+    """A function of a module or class, and what is called instead of it inside a context.
+
+    What is called instead gets the function, what the context was entered with, and the arguments.
+    Other threads, and code outside of the context, call the function itself.
+    """
+
+    def __init__(self, place: Callable[[], Any], name: str, instead: Callable[..., Any]):
+        self._place, self._name, self._instead = place, name, instead
+        self._local = threading.local()
+        self._installing = threading.Lock()
+        self._installed: Any = None
+
+    @contextlib.contextmanager
+    def __call__(self, value: Any = True) -> Iterator[None]:
+        self._install()
+        before = getattr(self._local, "value", None)
+        self._local.value = value
+        try:
+            yield
+        finally:
+            self._local.value = before
+
+    def _install(self) -> None:
+        place = self._place()
+        with self._installing:
+            function = getattr(place, self._name)
+            if function is self._installed:
+                return
+
+            @functools.wraps(function)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                value = getattr(self._local, "value", None)
+                if value is None:
+                    return function(*args, **kwargs)
+                return self._instead(function, value, *args, **kwargs)
+
+            self._installed = call
+            setattr(place, self._name, call)
+
+
+def _module_of(name: str) -> Callable[[], Any]:
+    """The module in which a public class of Keras is defined."""
+
+    def place() -> Any:
+        import keras
+
+        found = functools.reduce(getattr, name.split("."), keras)
+        return sys.modules[found.__module__]
+
+    return place
+
+
+def _batch_normalization() -> Any:
+    import keras
+
+    return keras.layers.BatchNormalization
+
+
+def _random_of_backend() -> Any:
+    from keras.src.backend import random
+
+    return random
+
+
+# Keras divides each mean by the number of replicas, so that the sum over replicas is a mean of
+# means. Here each mean has a share of its own. All of Keras divides with this function, also an
+# overridden compute_loss.
+without_replica_scaling = Patch(
+    _module_of("losses.Loss"),
+    "scale_loss_for_distribution",
+    lambda divide, entered, value: value,
+)
+
+# All dropout layers draw with this function of the backend. The context is entered with what is
+# called instead.
+with_dropout = Patch(
+    _random_of_backend,
+    "dropout",
+    lambda drop, instead, *args, **kwargs: instead(drop, *args, **kwargs),
+)
+
+# Metrics take the mean over the positions of each example with this function. The context is
+# entered with what is called instead.
+with_samplewise_values = Patch(
+    _module_of("metrics.Mean"),
+    "reduce_to_samplewise_values",
+    lambda reduce, instead, *args, **kwargs: instead(reduce, *args, **kwargs),
+)
+
+# The one place where the moments of a BatchNormalization layer are at hand to full precision. From
+# the updated moving statistics they come back with most digits lost.
+with_moments = Patch(
+    _batch_normalization,
+    "_moments",
+    lambda moments, instead, *args, **kwargs: instead(moments, *args, **kwargs),
+)
+
+
+# Models
+
+
+def layers_of(model: Any) -> List[Any]:
+    """The model and all layers in it. `model.layers` has only the outermost ones."""
+    return list(model._flatten_layers())
+
+
+def loss_tracker(model: Any) -> Any:
+    """The metric "loss". `model.metrics` has it too, but does not tell which one it is."""
+    return model._loss_tracker
+
+
+def compiled_loss(model: Any) -> Any:
+    """What `compile(loss=...)` was made into; None without a loss."""
+    return model._compile_loss
+
+
+def compiled_metrics(model: Any) -> Any:
+    """What `compile(metrics=...)` was made into; None without metrics."""
+    return model._compile_metrics
+
+
+def compute_loss(model: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any, training: Any) -> Any:
+    """`model.compute_loss`, which may be overridden with or without an argument `training`."""
+    return model._compute_loss(x, y, y_pred, sample_weight, training=training)
+
+
+def predictions(model: Any, x: Any, training: bool) -> Any:
+    """`model(x)`, with `training` if the model's `call` takes it, as Keras' own steps do."""
+    return model(x, training=training) if model._call_has_training_arg else model(x)
+
+
+def strategy_of(model: Any) -> Any:
+    """The strategy in whose scope a model was made, or None. The public one is never None."""
+    return getattr(model, "_distribute_strategy", None)
+
+
+def build(model: Any, x: Any, y: Any, sample_weight: Any) -> None:
+    """Builds a model, its loss and its metrics from symbolic tensors, as Keras does on replicas.
+
+    The outputs of a built functional model are known without a forward pass.
+    """
+    from keras.src import backend
+
+    if all(layer.built for layer in layers_of(model)) and getattr(model, "outputs", None):
+        y_pred = getattr(model, "_functional", model)._outputs_struct
+    else:
+        y_pred = backend.compute_output_spec(model, x, training=False)
+    arguments = (x, y, y_pred, sample_weight)
+    metrics, loss = compiled_metrics(model), compiled_loss(model)
+    if metrics is not None and not metrics.built:
+        backend.compute_output_spec(model.compute_metrics, *arguments)
+    if loss is not None and not loss.built:
+        backend.compute_output_spec(model._compute_loss, *arguments, training=False)
+
+
+# The method that Keras calls before it traces a step, and with which it builds on replicas. Keras'
+# own takes the mean of the replicas' examples, which fails for batches that replicas do not divide,
+# and on several workers always.
+BUILDING = "_maybe_symbolic_build"
+
+
+_before_training: List[Callable[[Any], None]] = []
+
+
+def before_training(function: Callable[[Any], None]) -> None:
+    """Lets a function be called with each Keras model that is about to train.
+
+    A model with an accumulated part knows nothing of it. All ways to train call this method.
+    """
+    import keras
+
+    if not _before_training:
+        make = keras.Model.make_train_function
+
+        @functools.wraps(make)
+        def make_train_function(self: Any, *args: Any, **kwargs: Any) -> Any:
+            for each in _before_training:
+                each(self)
+            return make(self, *args, **kwargs)
+
+        keras.Model.make_train_function = make_train_function
+    if function not in _before_training:
+        _before_training.append(function)
+
+
+def set_initial_epoch(model: Any, epoch: Optional[int]) -> None:
+    """Lets `fit` start at an epoch, as BackupAndRestore does."""
+    model._initial_epoch = epoch
+
+
+# Losses
+
+
+def flat_losses(compiled: Any) -> List[Any]:
+    """The terms of a compiled loss: records of path, loss, loss_weights and name."""
+    return list(compiled._flat_losses)
+
+
+def with_losses(compiled: Any, losses: List[Any], metrics: List[Any]) -> Any:
+    """A compiled loss with other losses and other metrics, for one call."""
+    copied = shallow_copy(compiled)
+    copied._flat_losses = losses
+    copied._metrics = metrics
+    return copied
+
+
+def shallow_copy(loss: Any) -> Any:
+    """A copy of a Keras object. `copy.copy` would serialise it."""
+    copied = object.__new__(type(loss))
+    vars(copied).update(vars(loss))
+    return copied
+
+
+def own_losses(layer: Any) -> List[Any]:
+    """What a layer itself gave to `add_loss` in this scope. `layer.losses` has more."""
+    return list(layer._get_own_losses())
+
+
+def mask_of(tensor: Any) -> Any:
+    """The mask that Keras has attached to a tensor, or None."""
+    from keras.src import backend
+
+    get = getattr(backend, "get_keras_mask", None)
+    return getattr(tensor, "_keras_mask", None) if get is None else get(tensor)
+
+
+# Variables
+
+
+def raw_value(variable: Any) -> Any:
+    """What a variable holds outside of any scope. Within one, `value` asks the scope."""
+    return variable._value
+
+
+def variables_without_value() -> List[Any]:
+    """The variables that were made in a scope, and get their values at its end."""
+    from keras.src.backend.common import global_state
+
+    return list(global_state.get_global_attribute("uninitialized_variables", []))
+
+
+# TensorFlow
+
+
+def is_compiled(function: Any) -> bool:
+    """Whether a tf.function has jit_compile=True, which it tells nobody."""
+    return bool(getattr(function, "_jit_compile", False))
+
+
+def autograph_status() -> Any:
+    """What tf.function does here to `if` and `for` on tensors: by default, make operations."""
+    import tensorflow as tf
+
+    return tf.__internal__.autograph.control_status_ctx()  # TensorFlow's name for Keras' use
+
+
+def autograph_converted(function: Callable[..., Any], status: Any) -> Callable[..., Any]:
+    """A function converted as a tf.function would."""
+    import tensorflow as tf
+
+    return tf.__internal__.autograph.tf_convert(function, status)
+
+
+NAMES: Dict[str, Callable[..., Any]] = {
+    name: value for name, value in list(globals().items()) if callable(value) and name[0] != "_"
+}

@@ -1,0 +1,187 @@
+"""Keras variables as values. In a scope, what layers and metrics write to variables (seeds, moving
+statistics, counts) becomes values. They go from micro-batch to micro-batch, and are written to the
+variables once, when the batch is through. So whatever fails before has changed nothing.
+"""
+
+import contextlib
+from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+
+import keras
+
+from macrobatch import _internals
+from macrobatch._keras import batch_norm, checks
+from macrobatch._types import Engine, Tensor, Variable
+
+
+class Scope(keras.StatelessScope):
+    """A stateless scope that also tells which variables were written, and whether any was made."""
+
+    def __init__(self, variables: Iterable[Variable] = (), values: Iterable[Tensor] = ()):
+        # Without collect_losses, what layers add with `add_loss` would vanish.
+        super().__init__(collect_losses=True)
+        self.state_mapping = {id(v): value for v, value in zip(variables, values)}
+        self.written: Dict[int, Variable] = {}
+        self.made_variables = False
+        self.drew = False  # whether random numbers were drawn that dropout does not draw
+        self._is_dropping = False
+
+    @contextlib.contextmanager
+    def dropping(self, factor: Optional[Tensor]) -> Iterator[None]:
+        """Multiplies all rates of dropout by a factor. With 0 nothing is dropped."""
+        if factor is None:
+            yield
+            return
+
+        def instead(drop: Any, inputs: Tensor, rate: Any, *args: Any, **kwargs: Any) -> Tensor:
+            self._is_dropping = True
+            try:
+                rate = keras.ops.cast(rate, inputs.dtype) * keras.ops.cast(factor, inputs.dtype)
+                return drop(inputs, rate, *args, **kwargs)
+            finally:
+                self._is_dropping = False
+
+        with _internals.with_dropout(instead):
+            yield
+
+    def add_update(self, update: Tuple[Variable, Tensor]) -> None:
+        self.written[id(update[0])] = update[0]
+        self.drew = self.drew or (is_seed(update[0]) and not self._is_dropping)
+        super().add_update(update)
+
+    def __exit__(self, *error: Any) -> None:
+        # Variables that are made in a stateless scope have no value before its end.
+        self.made_variables = bool(_internals.variables_without_value())
+        super().__exit__(*error)
+
+    def get_current_value(self, variable: Variable) -> Tensor:
+        value = super().get_current_value(variable)
+        # Keras asks the scope for the weights that it regularises, and fails on None.
+        return _internals.raw_value(variable) if value is None else value
+
+
+class Written:
+    """The variables that a function writes, learned from its runs.
+
+    Attributes:
+        variables: all variables whose values go into a run.
+        pooled: BatchNormalization layers whose moving statistics move once per batch, by the
+            moments of the whole batch; and whether their inputs have a mask.
+        decaying: those whose moving statistics move once per micro-batch.
+        drew: whether the last run drew random numbers that dropout does not draw.
+    """
+
+    def __init__(self, variables: Iterable[Variable], trained: Iterable[Variable]):
+        self._trained = list(trained)
+        self.variables = unique(without(variables, self._trained))
+        self.pooled: Dict[Any, bool] = {}
+        self.decaying: List[Any] = []
+        self.drew = False
+
+    def values(self) -> List[Tensor]:
+        """The values of the variables before a batch."""
+        return [read(variable.value) for variable in self.variables]
+
+    def scope(self, values: List[Tensor], weights: Sequence[Tensor] = ()) -> Scope:
+        """A scope in which the variables have these values, and the trained ones these weights."""
+        scope = Scope(self.variables, values)
+        scope.state_mapping.update(zip(map(id, self._trained), weights))
+        return scope
+
+    def after(
+        self, scope: Scope, calls_of: batch_norm.Calls
+    ) -> Tuple[List[Optional[Tensor]], List[batch_norm.Moments]]:
+        """What a run in a scope has written, and the moments that are pooled."""
+        checks.writes_no_trained_variable(scope.written.values(), self._trained)
+        self.drew = scope.drew
+        for layer, calls in calls_of.items():
+            if layer not in self.pooled and layer not in self.decaying:
+                if batch_norm.can_pool(layer, calls):
+                    self.pooled[layer] = calls[0].masked
+                else:
+                    self.decaying.append(layer)
+        unseen = without(scope.written.values(), self.variables)
+        self.variables += unseen
+        moving = {id(v) for layer in self.pooled for v in batch_norm.statistics(layer)}
+        written = [
+            scope.get_current_value(v) if id(v) in scope.written and id(v) not in moving else None
+            for v in self.variables
+        ]
+        moments = [
+            calls_of[layer][0].moments if layer in calls_of else batch_norm.nothing(layer)
+            for layer in self.pooled
+        ]
+        return written, moments
+
+    @property
+    def normalizing(self) -> List[Any]:
+        """All BatchNormalization layers that were called in training."""
+        return [*self.pooled, *self.decaying]
+
+    def write(
+        self, written: List[Optional[Tensor]], moments: List[batch_norm.Moments], engine: Engine
+    ) -> None:
+        """Writes what the last micro-batch has left, and moves the pooled statistics.
+
+        Replicas then have the same, except where each holds a part, as those of metrics.
+        """
+        pairs = [(v, value) for v, value in zip(self.variables, written) if value is not None]
+        variables, values = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
+        for variable, value in zip(variables, shared(variables, values, engine)):
+            variable.assign(value)
+        moments_of_all = batch_norm.over_replicas(moments, engine)
+        for (layer, masked), each in zip(self.pooled.items(), moments_of_all):
+            batch_norm.update(layer, each, masked)
+
+
+def shared(
+    variables: List[Variable], values: List[Tensor], engine: Engine, whole: bool = False
+) -> List[Tensor]:
+    """The values that variables get when each replica has come to its own.
+
+    Those of the first replica; of integers, the largest, since seeds must not be drawn from again;
+    and of variables of which each replica holds a part, as those of metrics are, its own, or their
+    sum if `whole`.
+    """
+    if engine.replicas() == 1:
+        return values
+
+    def of_parts(parts: List[Tensor]) -> List[Tensor]:
+        return engine.sum_over_replicas(parts) if whole else parts
+
+    def rule(variable: Variable) -> str:
+        if getattr(variable, "synchronization", "auto") == "on_read":
+            return "parts"
+        return "first" if keras.backend.is_float_dtype(variable.dtype) else "largest"
+
+    rules = {
+        "parts": of_parts,
+        "first": engine.from_first_replica,
+        "largest": engine.max_over_replicas,
+    }
+    results: Dict[str, Any] = {}
+    for name, function in rules.items():  # in one order on all replicas
+        own = [value for v, value in zip(variables, values) if rule(v) == name]
+        results[name] = iter(function(own) if own else [])
+    return [next(results[rule(variable)]) for variable in variables]
+
+
+def read(value: Any) -> Tensor:
+    """What a backend's variable holds, as a tensor."""
+    # TensorFlow's variables pass for tensors, so that `convert_to_tensor` does not read them.
+    return keras.ops.stop_gradient(value)
+
+
+def is_seed(variable: Variable) -> bool:
+    """Whether a variable is what random numbers are drawn from."""
+    return bool(variable.name == "seed_generator_state")
+
+
+def unique(variables: Iterable[Variable]) -> List[Variable]:
+    """The variables, each once."""
+    return list({id(variable): variable for variable in variables}.values())
+
+
+def without(variables: Iterable[Variable], others: Iterable[Variable]) -> List[Variable]:
+    """The variables that are not among the others."""
+    unwanted = {id(variable) for variable in others}
+    return [variable for variable in variables if id(variable) not in unwanted]

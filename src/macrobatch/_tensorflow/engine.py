@@ -1,0 +1,97 @@
+"""TensorFlow as an engine: what it offers to the Keras arithmetic and to the batches."""
+
+from typing import Any, Callable, List, Tuple
+
+import tensorflow as tf
+
+from macrobatch._tensorflow import graph, leaves, replicas
+from macrobatch._types import Batch, BatchEngine, Check, Size, Tensor
+
+
+class TensorFlow(BatchEngine):
+    """TensorFlow, eager or in a graph, on one replica or several."""
+
+    def replicas(self) -> int:
+        return replicas.count() if replicas.in_several() else 1
+
+    def sum_over_replicas(self, values: List[Tensor]) -> List[Tensor]:
+        return replicas.total(values)
+
+    def from_first_replica(self, values: List[Tensor]) -> List[Tensor]:
+        return replicas.of_first(values)
+
+    def max_over_replicas(self, values: List[Tensor]) -> List[Tensor]:
+        return replicas.largest(values)
+
+    def checked(self, values: Tensor, *checks: Check) -> Tensor:
+        return graph.checked(values, *checks)
+
+    def examples(self, micro_batch: Batch) -> Size:
+        sizes = [leaves.examples_of(t) for t in tf.nest.flatten(micro_batch) if t is not None]
+        # A ragged or sparse tensor may not know what a dense one beside it does.
+        known = [size for size in sizes if isinstance(size, int)]
+        return known[0] if known else sizes[0]
+
+    def with_other_size(self, function: Callable[[Batch], Any], micro_batch: Batch) -> Any:
+        found = []
+
+        def traced(micro_batch: Batch) -> None:
+            found.append(function(micro_batch))
+
+        specs = graph.specs_of(micro_batch, any_size=True)
+        tf.function(traced, autograph=False).get_concrete_function(specs)
+        return found[0]
+
+    def examples_of(self, leaf: Tensor) -> Size:
+        return leaves.examples_of(leaf)
+
+    def slice_of(self, leaf: Tensor, start: Size, size: Size, static: bool) -> Tensor:
+        return leaves.slice_of(leaf, start, size, static)
+
+    def has_static_sizes(self) -> bool:
+        return graph.in_xla()
+
+    def unknown(self, number: Size) -> Tensor:
+        return graph.unknown(number)
+
+    def agreed_size(
+        self, batch: Batch, sizes: List[Size], least: int, uneven: str, empty: str
+    ) -> Tuple[Batch, Size]:
+        return graph.agreed_size(batch, sizes, least, uneven, empty)
+
+    def is_eager(self) -> bool:
+        return tf.executing_eagerly()
+
+    def kind_of(self, leaf: Tensor) -> str:
+        return leaves.kind_of(leaf)
+
+    def in_order(self, leaf: Tensor, order: Tensor) -> Tensor:
+        return leaves.in_order(leaf, order)
+
+    def taken(self, leaf: Tensor, order: Tensor, start: Size, end: Size) -> Tensor:
+        return leaves.taken(leaf, order, start, end)
+
+    def permuted(self, leaf: Tensor, rows: Tensor) -> Tensor:
+        return leaves.permuted(leaf, rows)
+
+    def shortened(self, leaf: Tensor, axis: int, length: Size, exactly: bool) -> Tensor:
+        return leaves.shortened(leaf, axis, length, exactly)
+
+    def lengthened(self, leaf: Tensor, axis: int, size: Size) -> Tensor:
+        return leaves.lengthened(leaf, axis, size)
+
+    def lengths_of(self, leaf: Tensor, axis: int) -> Tensor:
+        if leaves.kind_of(leaf) == "ragged":
+            return leaves.row_lengths(leaf, axis)
+        return leaves.last_positions(leaf, axis)
+
+    def spec(self, leaf: Tensor, shape: Any) -> Any:
+        if not isinstance(leaf, tf.Tensor):
+            return tf.type_spec_from_value(leaf)
+        return tf.TensorSpec(shape, leaf.dtype)
+
+    def on_host(self) -> Any:
+        return tf.device("CPU:0")
+
+
+ENGINE = TensorFlow()

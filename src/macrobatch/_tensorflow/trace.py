@@ -1,0 +1,93 @@
+"""A step as a function of tensors, traced once. The loop calls that trace, counting uses a part of
+it, and the trial of sequences calls it once more.
+"""
+
+from typing import Any, Callable, List, Sequence
+
+import tensorflow as tf
+
+
+class Traced:
+    """A function, traced for arguments like some tensors or their types and shapes.
+
+    Attributes:
+        result: what the function returned, with symbolic tensors.
+    """
+
+    def __init__(self, function: Callable[..., Any], *like: Any):
+        self._like = like
+        self.result: Any = None
+
+        def of_tensors(*tensors: Any) -> List[Any]:
+            self.result = function(*packed(like, tensors))
+            return tensors_of(self.result)
+
+        specs = [
+            leaf if isinstance(leaf, tf.TensorSpec) else tf.TensorSpec.from_tensor(leaf)
+            for leaf in tensors_of(like)
+        ]
+        traced = tf.function(of_tensors, autograph=False)
+        self._concrete = traced.get_concrete_function(*specs)
+
+    def __call__(self, *arguments: Any) -> Any:
+        """What the function returns for these arguments."""
+        return packed(self.result, self._concrete(*tensors_of(arguments)))
+
+    def compiled(self) -> Callable[..., Any]:
+        """The function, compiled by XLA by itself: for each shape of its arguments."""
+        call = tf.function(lambda *t: self._concrete(*t), autograph=False, jit_compile=True)
+        return lambda *arguments: packed(self.result, call(*tensors_of(arguments)))
+
+    def only(self, of: Callable[[Any], Any]) -> Callable[..., Any]:
+        """The function with only those operations that some of its results depend on.
+
+        A tf.function keeps every operation that may fail. Where shapes are not known, TensorFlow
+        asserts them of predictions, which would be made for the sake of it.
+
+        Args:
+            of: takes from the function's result what is wanted.
+        """
+        wanted = of(self.result)
+        outer = dict(zip(map(id, tensors_of(self.result)), self._concrete.outputs))
+        outputs = [outer[id(tensor)] for tensor in tensors_of(wanted)]
+        graph = self._concrete.graph.as_graph_def()
+        graph = tf.compat.v1.graph_util.extract_sub_graph(graph, [t.op.name for t in outputs])
+        left = {node.name for node in graph.node}
+        captured = self._concrete.captured_inputs
+
+        def call(*arguments: Any) -> Any:
+            given = [*tensors_of(arguments), *captured]
+            inputs = {
+                inner.name: value
+                for inner, value in zip(self._concrete.inputs, given)
+                if inner.op.name in left
+            }
+            results = tf.graph_util.import_graph_def(graph, inputs, [t.name for t in outputs])
+            return packed(wanted, results)
+
+        return call
+
+    def needs(self, of: Callable[[Any], Any], argument: int) -> List[bool]:
+        """For each tensor of an argument, whether some of the results depend on it."""
+        before = len(tensors_of(self._like[:argument]))
+        own = self._concrete.inputs[before : before + len(tensors_of(self._like[argument]))]
+        outer = dict(zip(map(id, tensors_of(self.result)), self._concrete.outputs))
+        wanted = [outer[id(tensor)].op.name for tensor in tensors_of(of(self.result))]
+        graph = self._concrete.graph.as_graph_def()
+        graph = tf.compat.v1.graph_util.extract_sub_graph(graph, wanted)
+        left = {node.name for node in graph.node}
+        return [tensor.op.name in left for tensor in own]
+
+
+def tensors_of(nest: Any) -> List[Any]:
+    """The dense tensors of a nest with None, ragged and sparse tensors in it."""
+    leaves = tf.nest.flatten(nest, expand_composites=True)
+    return [leaf for leaf in leaves if leaf is not None]
+
+
+def packed(like: Any, tensors: Sequence[Any]) -> Any:
+    """A nest like another one, with these dense tensors."""
+    remaining = iter(tensors)
+    leaves = tf.nest.flatten(like, expand_composites=True)
+    leaves = [None if leaf is None else next(remaining) for leaf in leaves]
+    return tf.nest.pack_sequence_as(like, leaves, expand_composites=True)

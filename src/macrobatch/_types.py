@@ -1,0 +1,276 @@
+"""The names of what passes between the rooms, and what an engine offers."""
+
+import contextlib
+from typing import (
+    Any,
+    Callable,
+    ContextManager,
+    Dict,
+    List,
+    NamedTuple,
+    Optional,
+    Sequence,
+    Tuple,
+    Union,
+)
+
+# A value of the backend: an array that is there, or a symbolic one in a graph.
+Tensor = Any
+# A number of examples or of positions: an int where it is known, else a scalar tensor.
+Size = Union[int, Tensor]
+# A Keras variable or a tf.Variable.
+Variable = Any
+# None where a loss does not depend on a variable; a tf.IndexedSlices for some rows of a table.
+Gradient = Optional[Tensor]
+# A nest of tensors with the examples first.
+Batch = Any
+# Metrics by name.
+Logs = Dict[str, Tensor]
+# A condition and what to say if it is false.
+Check = Tuple[Any, str]
+
+
+class Whole(NamedTuple):
+    """What is known of the whole batch when a micro-batch runs.
+
+    Attributes:
+        examples: the number of examples, over all replicas.
+        counts: the denominators that are counted, in the order in which they are met; None if
+            they are not known before the last micro-batch has run.
+        guesses: where `counts` is None, about what they will be. The first micro-batch fills them
+            in, so that gradients are of about the size that they have in the whole batch.
+    """
+
+    examples: Size
+    counts: Optional[Tensor] = None
+    guesses: Optional[List[Tensor]] = None
+
+
+class Part(NamedTuple):
+    """What a step makes of a micro-batch, and the loop of the whole batch.
+
+    Attributes:
+        sums: gradients and other values, to be added up.
+        counts: denominators that are counted, to be added up. In a graph they can be had without
+            the rest.
+        written: for each variable of the step, the value after it; None where it did not change.
+        moments: of the inputs of BatchNormalization layers, to be pooled.
+        latest: values of which the last micro-batch's are kept.
+        aux: values of which all are kept, one after the other.
+    """
+
+    sums: List[Gradient]
+    counts: Sequence[Tensor] = ()
+    written: Sequence[Optional[Tensor]] = ()
+    moments: Sequence[Any] = ()
+    latest: Any = ()
+    aux: Any = ()
+
+
+# A function of a micro-batch, of the values of the step's variables, of the counts of the whole
+# batch (None if they are not known), and of whether replicas must not meet in it.
+Step = Callable[[Batch, List[Tensor], Optional[Tensor], bool], Part]
+
+
+class Run(NamedTuple):
+    """`count` micro-batches of `size` examples, from example `start` on.
+
+    Of a run that is not `static` the last micro-batch may be smaller.
+    """
+
+    start: Size
+    size: Size
+    count: Size
+    static: bool
+
+
+class MicroBatches:
+    """A batch and how it is cut.
+
+    Attributes:
+        batch: the batch.
+        examples: the number of its examples.
+        runs: of micro-batches, one after the other.
+    """
+
+    batch: Batch
+    examples: Size
+    runs: List[Run]
+
+    def get(self, run: Run, index: Size) -> Batch:
+        """The micro-batch of a run with that index."""
+        raise NotImplementedError
+
+    def first(self) -> Batch:
+        """The first micro-batch. In a graph, as little is known of its shape as of the others."""
+        raise NotImplementedError
+
+    def uncut_fraction(self, micro_batch: Batch, weights: Tensor, doubtful: bool = False) -> Any:
+        """What fraction of the positions that have these weights there is: the rest was cut off.
+
+        It is 1.0, and not a tensor, where that is known to be all; also if it cannot be known and
+        is `doubtful`.
+        """
+        return 1.0
+
+    # Whether sequences are cut to lengths that depend on data, which a compiler cannot have.
+    has_lengths = False
+    # Along which axis sequences lie, if there are any.
+    axis: Optional[int] = None
+    # Whether a function of the user tells the lengths.
+    lengths_are_given = False
+
+    def whole_and_shorter(self) -> Optional[Tuple[Batch, Batch]]:
+        """The types and shapes of a micro-batch that is not cut, and of one that is.
+
+        None where nothing is cut, or where no length is known.
+        """
+        return None
+
+    def comparison(self) -> Any:
+        """What to compare to find out whether anything depends on padding; None if none is cut."""
+        return None
+
+    def hold(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Lets all micro-batches that are taken later depend on what a function returns."""
+
+    def length_of(self, micro_batch: Batch) -> Optional[Size]:
+        """The length to which the sequences of a micro-batch are cut, if they are."""
+        return None
+
+    def padded(self, leaves: List[Tensor], lengths: List[Optional[Size]]) -> List[Tensor]:
+        """What came of micro-batches of these lengths, in shapes that can be joined."""
+        return leaves
+
+    def probe(self, lengths: List[Optional[Size]]) -> Optional[Batch]:
+        """A further micro-batch, where micro-batches of these lengths leave `padded` in doubt."""
+        return None
+
+    def restored(self, values: Any) -> Any:
+        """What came of all micro-batches, joined, in the order of the batch."""
+        return values
+
+
+class Engine:
+    """What a backend offers to the Keras arithmetic.
+
+    This one has one replica and runs at once, which is all that NumPy needs.
+    """
+
+    def replicas(self) -> int:
+        """The number of replicas that make this update together."""
+        return 1
+
+    def sum_over_replicas(self, values: List[Tensor]) -> List[Tensor]:
+        """The sums of values over all replicas."""
+        return values
+
+    def from_first_replica(self, values: List[Tensor]) -> List[Tensor]:
+        """The values that the first replica has."""
+        return values
+
+    def max_over_replicas(self, values: List[Tensor]) -> List[Tensor]:
+        """The largest of the values, element by element, that any replica has."""
+        return values
+
+    def checked(self, values: Tensor, *checks: Check) -> Tensor:
+        """The values, once all conditions are known to hold. Raises a ValueError otherwise."""
+        for condition, message in checks:
+            if not condition:
+                raise ValueError(message)
+        return values
+
+    def examples(self, micro_batch: Batch) -> Size:
+        """The number of examples in a micro-batch."""
+        from keras import tree
+
+        return int(next(leaf for leaf in tree.flatten(micro_batch) if leaf is not None).shape[0])
+
+    def with_other_size(self, function: Callable[[Batch], Any], micro_batch: Batch) -> Any:
+        """What a function returns for a batch like this one with another number of examples."""
+        from keras import ops, tree
+
+        return function(
+            tree.map_structure(
+                lambda leaf: None if leaf is None else ops.repeat(leaf, 2, 0), micro_batch
+            )
+        )
+
+
+class BatchEngine(Engine):
+    """What a backend offers to batches besides: how its kinds of tensors are cut and joined."""
+
+    def is_eager(self) -> bool:
+        """Whether everything runs at once. In a graph, sizes may not be known."""
+        return True
+
+    def has_static_sizes(self) -> bool:
+        """Whether all sizes must be known when a step is compiled."""
+        return False
+
+    def unknown(self, number: Size) -> Size:
+        """A number that a trace does not know."""
+        return number
+
+    def on_host(self) -> ContextManager[Any]:
+        """A context for numbers on which the sizes of other tensors depend."""
+        return contextlib.nullcontext()
+
+    def kind_of(self, leaf: Tensor) -> str:
+        """The kind of a tensor: "dense", "ragged" or "sparse"."""
+        return "dense"
+
+    def examples_of(self, leaf: Tensor) -> Size:
+        """The size of the first dimension."""
+        return int(leaf.shape[0])
+
+    def agreed_size(
+        self, batch: Batch, sizes: List[Size], least: int, uneven: str, empty: str
+    ) -> Tuple[Batch, Size]:
+        """The batch, and the one size that all parts of the batch have.
+
+        Args:
+            batch: the batch.
+            sizes: the numbers of examples of its parts.
+            least: the smallest that is allowed.
+            uneven: what to say if sizes differ.
+            empty: what to say if the size is too small.
+        """
+        return batch, sizes[0]
+
+    def slice_of(self, leaf: Tensor, start: Size, size: Size, static: bool) -> Tensor:
+        """`size` examples from one on; if not `static`, maybe fewer at the end."""
+        raise NotImplementedError
+
+    def in_order(self, leaf: Tensor, order: Tensor) -> Tensor:
+        """The leaf in a form that `taken` can take from."""
+        raise NotImplementedError
+
+    def taken(self, leaf: Tensor, order: Tensor, start: Size, end: Size) -> Tensor:
+        """The examples at these places of the order."""
+        raise NotImplementedError
+
+    def permuted(self, leaf: Tensor, rows: Tensor) -> Tensor:
+        """The leaf with these of its rows."""
+        raise NotImplementedError
+
+    def shortened(self, leaf: Tensor, axis: int, length: Size, exactly: bool) -> Tensor:
+        """The leaf without what is behind a length along an axis; if `exactly`, that long."""
+        raise NotImplementedError
+
+    def lengthened(self, leaf: Tensor, axis: int, size: Size) -> Tensor:
+        """The leaf with zeros behind it, up to a size along an axis."""
+        raise NotImplementedError
+
+    def lengths_of(self, leaf: Tensor, axis: int) -> Tensor:
+        """For each example, the last position where anything is not 0, or the end of the row."""
+        raise NotImplementedError
+
+    def spec(self, leaf: Tensor, shape: Sequence[Optional[int]]) -> Any:
+        """The type of a leaf, with another shape."""
+        raise NotImplementedError
+
+
+def names(things: Sequence[Any]) -> List[str]:
+    """The names of layers."""
+    return [thing.name for thing in things]
