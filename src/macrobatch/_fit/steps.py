@@ -12,8 +12,8 @@ from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
 from macrobatch._fit import build, checks, padding
 from macrobatch._keras import checks as keras_checks
+from macrobatch._keras import losses, report
 from macrobatch._keras import model as models
-from macrobatch._keras import report
 from macrobatch._keras.model import ModelStep
 from macrobatch._tensorflow import graph, loop_checks, replicas, sums, update
 from macrobatch._tensorflow.engine import ENGINE
@@ -32,6 +32,7 @@ class Steps:
     """
 
     def __init__(self, model: Any, cut: Cut, micro_batch_weight: Optional[Callable[..., Any]]):
+        losses.probe()
         self.model = model
         self.cut = cut
         self.micro_batch_weight = micro_batch_weight

@@ -118,7 +118,7 @@ class Loop:
 
         def counting(part: Part) -> Part:
             written = [v if want else None for v, want in zip(part.written, wanted)]
-            return Part([], part.counts, written)
+            return Part([], part.counts, written, aux=[])
 
         # Masks may be random: then the seeds that they are drawn from go from one micro-batch to
         # the next.
@@ -126,9 +126,11 @@ class Loop:
         while needed != wanted:
             wanted = needed
             needed = [a or b for a, b in zip(wanted, self._traced.needs(counting, 1))]
-        nothing = tf.zeros([0], tf.float64)
-        counted = self._run_in_graph(self._traced.only(counting), counting(self.like), nothing)
-        return counted.counts
+        call = self._traced.only(counting)
+        if graph.in_xla():  # which leaves out by itself what is not used
+            call = lambda *arguments: counting(self._traced(*arguments))  # noqa: E731
+        ones = tf.ones([len(self.like.counts)], tf.float64)
+        return list(self._run_in_graph(call, counting(self.like), ones).counts)
 
     def _run_traced(self) -> Part:
         return Loop(self._step, self._micro_batches, self._read, self._size, apart=True).run()

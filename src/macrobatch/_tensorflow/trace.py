@@ -57,8 +57,9 @@ class Traced:
 
         def call(*arguments: Any) -> Any:
             given = [*tensors_of(arguments), *captured]
+            here = tf.compat.v1.get_default_graph()
             inputs = {
-                inner.name: value
+                inner.name: here.capture(value)
                 for inner, value in zip(self._concrete.inputs, given)
                 if inner.op.name in left
             }
