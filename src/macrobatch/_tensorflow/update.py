@@ -26,7 +26,7 @@ def apply_gradients(optimizer: Any, gradients: List[Any], variables: List[Any]) 
     if arguments is not None:
         gradients = _agreed(gradients, variables)
         there = [gradient for gradient in gradients if gradient is not None]
-        sums = iter(_replicas.total(there))
+        sums = iter(_replicas.sum_over_replicas(there))
         gradients = [g if g is None else _sums.merge_rows(next(sums)) for g in gradients]
     # Sums are float32 or wider, also those over replicas; variables may be narrower.
     dtypes = [tf.as_dtype(variable.dtype).base_dtype for variable in variables]
@@ -52,7 +52,7 @@ def _agreed(gradients: List[Any], variables: List[Any]) -> List[Any]:
         return gradients
     sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
     dense = [g is not None and not rows for g, rows in zip(gradients, sparse)]
-    (counts,) = _replicas.total([tf.constant([sparse, dense], tf.float32)])
+    (counts,) = _replicas.sum_over_replicas([tf.constant([sparse, dense], tf.float32)])
     agreed = []
     for gradient, variable, some_rows, some_dense in zip(gradients, variables, *counts.numpy()):
         shape, dtype = tf.TensorShape(variable.shape), _sums.wide(tf.as_dtype(variable.dtype))
