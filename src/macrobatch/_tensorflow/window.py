@@ -69,12 +69,13 @@ class Window(tf.Module):
         self._shapes = tuple(tuple(tf.TensorShape(v.shape).as_list()) for v in variables)
         self._dtypes = tuple(tf.as_dtype(v.dtype) for v in variables)
         wide = tf.float64 if _needs_double(self._dtypes) else tf.float32
-        self.pending = _replicas.variable(strategy, [], tf.float32, "pending")
+        pending = _replicas.variable(strategy, [], tf.float32, "pending")
+        # A second name for a variable that every checkpoint has: older checkpoints, which lack
+        # the name, still have a value for each variable. TensorFlow asks for the first name only.
+        setattr(self, _REDUCTION + reduction, pending)
+        self.pending = pending
         self.total = _replicas.variable(strategy, [], wide, "total_weight")
         self.arrivals = _replicas.variable(strategy, [2, len(variables)], tf.float32, "arrivals")
-        # A second name for a variable that every checkpoint has: older checkpoints, which lack
-        # the name, still have a value for each variable.
-        setattr(self, _REDUCTION + reduction, self.pending)
 
     def prepared(self, gradients: List[Gradient]) -> List[Gradient]:
         """The gradients in the form in which they are summed. Changes nothing."""
