@@ -45,6 +45,10 @@ class GradientAccumulator(tf.Module):
     a `tf.function`, and in one with `jit_compile=True`. With several replicas, call `add` inside
     `strategy.run`, and `apply` or `flush` outside of it.
 
+    Several threads may call it in eager mode, or while their functions are traced: calls wait for
+    each other. Graphs do not wait. Functions that add to one window, and `strategy.run`, must be
+    called by one thread at a time.
+
     It is a `tf.Module`: `tf.train.Checkpoint(accumulator=accumulator)` saves a window in the
     middle, with the variables and the optimizer.
 
@@ -131,9 +135,10 @@ class GradientAccumulator(tf.Module):
         Raises:
             ValueError: if the gradients do not fit the variables in shape or dtype, for rows that
                 a table does not have, or for a weight that is missing, negative or not finite.
-                Nothing has changed then. In a graph it is an InvalidArgumentError where it shows
-                only when it runs. XLA has no such errors: in a function with `jit_compile=True`,
-                weights that are tensors are not checked, and rows out of range are dropped.
+                Nothing has changed then; other replicas may have added theirs. In a graph, what
+                shows only when it runs is an InvalidArgumentError. XLA drops such checks: in a
+                function with `jit_compile=True`, weights that are tensors are not checked, and
+                rows out of range do not count.
         """
         _window_checks.place_to_add(self._strategy, _replicas.in_replica())
         _replicas.check_scope(self._strategy)

@@ -148,7 +148,8 @@ def fit_when_run(gradients: Sequence[Gradient], variables: Sequence[Variable]) -
                 )
             rows = tf.cast(gradient.indices, tf.int64)
             there = tf.reduce_all(tf.logical_and(rows >= 0, rows < shape[0]))
-            message = f"{_rows(variable)} {_received(gradient)}"
+            is_wrong = tf.executing_eagerly() and not there  # then numbers can be named
+            message = f"{_rows(variable)} {_received(gradient, is_wrong)}"
             checks.append((there, message))
             if not (gradient.values.shape[:1].is_fully_defined() and rows.shape.is_fully_defined()):
                 alike = tf.equal(tf.shape(gradient.values)[:1], tf.shape(rows))
@@ -178,13 +179,13 @@ def _rows(variable: Variable) -> str:
     )
 
 
-def _received(gradient: tf.IndexedSlices) -> str:
-    """What a message says of rows: their range, where it is known."""
-    values, indices = gradient.values, gradient.indices
-    text = f"Received: values of shape {values.shape}, indices of shape {indices.shape}"
-    if not tf.executing_eagerly() or not indices.numpy().size:
-        return f"{text}."
-    return f"{text} from {indices.numpy().min()} to {indices.numpy().max()}."
+def _received(gradient: tf.IndexedSlices, with_numbers: bool = False) -> str:
+    """What a message says of rows."""
+    indices = gradient.indices
+    text = f"Received: values of shape {gradient.values.shape}, indices of shape {indices.shape}"
+    if with_numbers:
+        text += f" from {indices.numpy().min()} to {indices.numpy().max()}"
+    return f"{text}."
 
 
 def some_gradients(there_are: bool) -> None:
