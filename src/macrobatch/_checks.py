@@ -93,22 +93,31 @@ def _has_keras_3(version: str) -> bool:
 
 
 def optimizer(value: Any) -> None:
-    """Raises if the optimizer accumulates by itself."""
-    if getattr(value, "gradient_accumulation_steps", None):
-        raise ValueError(
-            "The optimizer accumulates gradients by itself, over several steps. "
-            f"Received: gradient_accumulation_steps={value.gradient_accumulation_steps} on "
-            f"{type(value).__name__}. Leave it out: macrobatch itself makes one update of them all."
-        )
-    for each in inner_optimizers(value):
-        optimizer(each)
+    """Raises if the optimizer, or one inside it, accumulates by itself."""
+    for each in with_inner_optimizers(value):
+        if getattr(each, "gradient_accumulation_steps", None):
+            raise ValueError(
+                "The optimizer accumulates gradients by itself, over several steps. "
+                f"Received: gradient_accumulation_steps={each.gradient_accumulation_steps} on "
+                f"{type(each).__name__}. Leave it out: macrobatch itself makes one update of them "
+                "all."
+            )
 
 
-def inner_optimizers(value: Any) -> List[Any]:
-    """The optimizers that an optimizer is made of."""
-    # LossScaleOptimizer has an inner optimizer, MultiOptimizer several, with no public name.
-    inner = [getattr(value, "inner_optimizer", None), *getattr(value, "_inner_optimizers", ())]
-    return [each for each in inner if each is not None]
+def with_inner_optimizers(value: Any) -> List[Any]:
+    """An optimizer, and all optimizers inside it, each once: those inside inner ones too."""
+    found: List[Any] = []
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        # None of these names is public in all versions. LossScaleOptimizer has an inner optimizer
+        # (_optimizer in older versions, and in many wrappers), MultiOptimizer has several.
+        if hasattr(each, "apply_gradients") and all(each is not other for other in found):
+            found.append(each)
+            names = ("inner_optimizer", "_optimizer")
+            waiting += [getattr(each, name, None) for name in names]
+            waiting += getattr(each, "_inner_optimizers", ())
+    return found
 
 
 def variable(value: Any) -> Any:

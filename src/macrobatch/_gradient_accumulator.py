@@ -3,8 +3,10 @@
 The update is made from sum(weight * gradient) / sum(weight) over a window of micro-batches.
 """
 
-from typing import Any, Callable, List, Optional, TypeVar
+import numbers
+from typing import Any, Callable, List, Optional, TypeVar, Union
 
+import numpy as np
 import tensorflow as tf
 
 from macrobatch import _checks
@@ -13,7 +15,8 @@ from macrobatch._tensorflow import replicas as _replicas
 from macrobatch._tensorflow import sums as _sums
 from macrobatch._tensorflow import update as _update
 from macrobatch._tensorflow import window_checks as _window_checks
-from macrobatch._tensorflow.window import ROWS, Window
+from macrobatch._tensorflow.window import ROWS, Kinds, Window
+from macrobatch._types import Tensor, Variable
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -41,6 +44,10 @@ class GradientAccumulator(tf.Module):
     counts steps in the optimizer count updates. Rows of embeddings stay rows. It runs eagerly, in
     a `tf.function`, and in one with `jit_compile=True`. With several replicas, call `add` inside
     `strategy.run`, and `apply` or `flush` outside of it.
+
+    Several threads may call it in eager mode, or while their functions are traced: calls wait for
+    each other. Graphs do not wait. Functions that add to one window, and `strategy.run`, must be
+    called by one thread at a time.
 
     It is a `tf.Module`: `tf.train.Checkpoint(accumulator=accumulator)` saves a window in the
     middle, with the variables and the optimizer.
@@ -88,15 +95,17 @@ class GradientAccumulator(tf.Module):
         _checks.no_variables(variables)
         for variable in variables:
             _checks.variable(variable)
+        _window_checks.known_shapes(variables)
         self._strategy = _replicas.strategy_of(variables)
         # A checkpoint of the accumulator also saves these, which the window belongs to.
         self.optimizer = optimizer
         self._weights = [_replicas.tf_variable(variable) for variable in variables]
         # Other optimizers than those of Keras 3 do not know its variables.
         self._variables = variables if _update.is_of_keras_3(optimizer) else self._weights
-        self._window = Window(self._variables, self._strategy)
+        self._window = Window(self._variables, self._strategy, self._reduction)
         self._skipped = _replicas.variable(self._strategy, [], tf.float32, "skipped")
         self._build_optimizer()
+        _checks.optimizer(optimizer)  # a MultiOptimizer may know its inner ones only now
 
     @property
     def pending(self) -> Any:
@@ -124,29 +133,33 @@ class GradientAccumulator(tf.Module):
                 or of its tokens. Required, and refused with reduction="sum".
 
         Raises:
-            ValueError: if the gradients do not fit the variables, or for a weight that is missing,
-                negative or not finite. Nothing has changed then. In a graph it is an
-                InvalidArgumentError where it shows only when it runs; XLA has no such errors, so
-                that weights which are tensors are not checked there.
+            ValueError: if the gradients do not fit the variables in shape or dtype, for rows that
+                a table does not have, or for a weight that is missing, negative or not finite.
+                Nothing has changed then; other replicas may have added theirs. In a graph, what
+                shows only when it runs is an InvalidArgumentError. XLA drops such checks: in a
+                function with `jit_compile=True`, weights that are tensors are not checked, and
+                rows out of range do not count.
         """
         _window_checks.place_to_add(self._strategy, _replicas.in_replica())
         _replicas.check_scope(self._strategy)
         gradients = _window_checks.gradients(gradients, self._variables)
         _window_checks.weight(weight, self._reduction)
         _window_checks.raises_in_xla(self._nonfinite, graph.in_xla())
+        checks = _window_checks.fit_when_run(gradients, self._variables)
         gradients = self._window.prepared(gradients)
-        checks = [(_have_shapes(gradients, self._variables), _window_checks.GRADIENT_SHAPES)]
         if weight is not None:
-            weight = tf.cast(weight, self._window.total.dtype)
+            weight = _as_tensor(weight, self._window.total.dtype)
             good = tf.logical_and(weight >= 0, tf.math.is_finite(weight))
             checks.append((good, _window_checks.WEIGHT))
         if self._nonfinite == "raise":
             checks.append((_sums.are_finite(gradients), _window_checks.NOT_FINITE))
+        allowed = graph.refuse_unless(*checks)
+        self._window.make_sums(gradients)
 
         def hold() -> None:
             self._window.add(gradients, weight)
 
-        with graph.refuse_unless(*checks):
+        with self._window.lock, allowed:
             if self._nonfinite == "skip":
                 finite = _sums.are_finite(gradients)
                 graph.when(finite, hold, lambda: self._skipped.assign_add(1.0))
@@ -162,9 +175,10 @@ class GradientAccumulator(tf.Module):
         """
         self._check_place("apply")
         _window_checks.applies_in_xla(not graph.in_xla())
-        some = _replicas.read(self._window.pending) > 0
-        with graph.refuse_unless((some, _window_checks.EMPTY_WINDOW)):
-            self._apply()
+        with self._window.lock:
+            some = _replicas.read(self._window.pending) > 0
+            with graph.refuse_unless((some, _window_checks.EMPTY_WINDOW)):
+                self._apply()
 
     @_as_it_is
     def step(self, gradients: Any, *, weight: Any = None) -> Any:
@@ -179,18 +193,19 @@ class GradientAccumulator(tf.Module):
         """
         steps = _window_checks.has_steps(self._steps)
         self._check_place("step")
-        self.add(gradients, weight=weight)
-        full = tf.round(_replicas.read(self._window.pending)) >= steps
-        if graph.in_xla():
-            # What this step has added is sure to be there, and has to be all.
-            kinds = self._window.kinds()
-            gradients = tf.nest.flatten(gradients)
-            complete = all(g is not None for g in gradients) and not kinds[ROWS].any()
-            _window_checks.applies_in_xla(complete)
-            self._window.refuse_rows()
-            graph.when(full, lambda: self._update(kinds))
-        else:
-            graph.when(full, self._apply)
+        with self._window.lock:
+            self.add(gradients, weight=weight)
+            full = tf.round(_replicas.read(self._window.pending)) >= steps
+            if graph.in_xla():
+                # What this step has added is sure to be there, and has to be all.
+                kinds = self._window.kinds()
+                gradients = tf.nest.flatten(gradients)
+                complete = all(g is not None for g in gradients) and not kinds[ROWS].any()
+                _window_checks.applies_in_xla(complete)
+                self._window.refuse_rows()
+                graph.when(full, lambda: self._update(kinds))
+            else:
+                graph.when(full, self._apply)
         return bool(full) if tf.executing_eagerly() else full
 
     @_as_it_is
@@ -202,14 +217,16 @@ class GradientAccumulator(tf.Module):
         """
         self._check_place("flush")
         _window_checks.applies_in_xla(not graph.in_xla())
-        some = _replicas.read(self._window.pending) > 0
-        graph.when(some, self._apply)
+        with self._window.lock:
+            some = _replicas.read(self._window.pending) > 0
+            graph.when(some, self._apply)
         return bool(some) if tf.executing_eagerly() else some
 
     @_as_it_is
     def reset(self) -> None:
         """Forgets the window."""
-        _replicas.run(self._strategy, self._window.clear)
+        with self._window.lock:
+            _replicas.run(self._strategy, self._window.clear)
 
     def _check_place(self, method: str) -> None:
         _window_checks.place_to_apply(self._strategy, _replicas.in_replica(), method)
@@ -252,10 +269,11 @@ class GradientAccumulator(tf.Module):
         graph.when(tf.logical_and(as_expected, bool(kinds.any())), update, leave)
 
     def _apply_eagerly(self) -> bool:
-        self._apply()
+        with self._window.lock:
+            self._apply()
         return True
 
-    def _everything(self) -> List[Any]:
+    def _everything(self) -> List[Variable]:
         """The variables that an update writes, as far as they are known."""
         window, variables = self._window, getattr(self.optimizer, "variables", [])
         variables = variables() if callable(variables) else variables
@@ -263,9 +281,9 @@ class GradientAccumulator(tf.Module):
         counts = [window.pending, window.total, window.arrivals]
         return [*self._weights, *of_optimizer, *counts, *window.variables_of_sums()]
 
-    def _update(self, kinds: Any) -> None:
+    def _update(self, kinds: Kinds) -> None:
         """Updates from gradients of these kinds, and begins a new window."""
-        _window_checks.some_gradients(kinds.any())
+        _window_checks.some_gradients(bool(kinds.any()))
         total = _replicas.read(self._window.total)
         one = tf.ones_like(total)
         factor = one if self._reduction == "sum" else tf.math.divide_no_nan(one, total)
@@ -278,17 +296,13 @@ class GradientAccumulator(tf.Module):
         _replicas.run(self._strategy, update)
 
 
-def _count(variable: Any) -> Any:
+def _count(variable: Variable) -> Union[int, Tensor]:
     count = tf.cast(tf.round(_replicas.read(variable)), tf.int32)
     return int(count) if tf.executing_eagerly() else count
 
 
-def _have_shapes(gradients: List[Any], variables: List[Any]) -> Any:
-    """Whether gradients whose shapes a graph does not know have those of their variables."""
-    fit = [tf.constant(True)]
-    for gradient, variable in zip(gradients, variables):
-        unknown = tf.is_tensor(gradient) and not isinstance(gradient, tf.IndexedSlices)
-        if unknown and not gradient.shape.is_fully_defined():
-            shape = tf.TensorShape(variable.shape).as_list()
-            fit.append(tf.reduce_all(tf.equal(tf.shape(gradient), shape)))
-    return tf.reduce_all(tf.stack(fit))
+def _as_tensor(number: Any, dtype: tf.DType) -> Tensor:
+    """A number as a tensor. `tf.cast` would make a float32 of Python's first."""
+    if isinstance(number, (numbers.Real, np.ndarray)):
+        return tf.constant(np.array(number, dtype.as_numpy_dtype))
+    return tf.cast(number, dtype)

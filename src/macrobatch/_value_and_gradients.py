@@ -191,7 +191,7 @@ def _value_and_gradients(
     _warn(written)
     (numerator, denominator, *gradients), scale = part.sums, part.written[1]
     scale = tf.cast(scale, denominator.dtype)
-    whole = replicas.total([numerator * scale, denominator * scale])
+    whole = replicas.sum_over_replicas([numerator * scale, denominator * scale])
     loss = tf.math.divide_no_nan(*whole)
     # d(N / D) = (dN - N / D * dD) / D, and of that the part of this replica.
     factor = tf.math.divide_no_nan(scale, whole[1])

@@ -18,7 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_accumulator_everywhere import mirrored
 
-from macrobatch import GradientAccumulator
+from macrobatch import GradientAccumulator, _checks
+from macrobatch._tensorflow import checks as _replica_checks
 
 try:
     import tf_keras
@@ -554,6 +555,133 @@ def test_replicas_with_an_optimizer_in_an_optimizer(graph):
     assert v.numpy() == -1.0
 
 
+def test_a_replica_that_refuses_while_another_waits():
+    """The first of them waits in the making of sums, without the lock; no one waits for ever."""
+    strategy = mirrored(2)
+    with strategy.scope():
+        v = tf.Variable(1.0, dtype=tf.float64)
+        accumulator = GradientAccumulator(keras.optimizers.SGD(1.0), [v])
+
+    def add(last):
+        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+        accumulator.add([tf.ones([], tf.float64)], weight=last if int(replica) else 1)
+
+    with pytest.raises(ValueError, match="finite number, 0 or more"):
+        strategy.run(add, (-1,))
+    assert accumulator.pending == 0
+    strategy.run(add, (3,))
+    assert (accumulator.pending, accumulator.total_weight) == (2, 4.0)
+    accumulator.apply()
+    assert v.numpy() == 0.0
+
+
+def sums_on_replicas(optimizer, strategy, v):
+    """What an update from gradients of 1 on each of two replicas changes, with a rate of 1."""
+    before = float(v.numpy())
+    accumulator = GradientAccumulator(optimizer, [v], reduction="sum")
+    strategy.run(lambda: accumulator.add([tf.ones([], tf.float64)]))
+    accumulator.apply()
+    return before - float(v.numpy())
+
+
+several_in_one = pytest.mark.skipif(
+    not hasattr(keras.optimizers, "MultiOptimizer"), reason="this Keras has no MultiOptimizer"
+)
+
+
+def test_replicas_with_an_optimizer_that_somebody_else_has_wrapped():
+    """The wrapper has a __wrapped__ too, and reduces; gradients must not be summed twice."""
+    strategy = mirrored(2)
+
+    class Own(keras.optimizers.SGD):
+        def _all_reduce_sum_gradients(self, pairs):
+            return super()._all_reduce_sum_gradients(pairs)
+
+    with strategy.scope():
+        v = tf.Variable(1.0, dtype=tf.float64)
+        optimizers = [Own(1.0) for _ in range(3)]
+    for optimizer in optimizers:  # wrapped before the first update, and again after it
+        wrapped, calls = Own._all_reduce_sum_gradients, []
+
+        @functools.wraps(wrapped)
+        def wrapper(self, pairs, wrapped=wrapped, calls=calls):
+            calls.append(1)
+            return wrapped(self, pairs)
+
+        Own._all_reduce_sum_gradients = wrapper
+        assert sums_on_replicas(optimizer, strategy, v) == 2.0
+        before = float(v.numpy())
+        strategy.run(lambda o=optimizer: o.apply([tf.ones([], tf.float64)], [v]))
+        assert (before - float(v.numpy()), len(calls)) == (2.0, 2)  # the wrapper is still there
+
+
+@several_in_one
+@pytest.mark.parametrize("deeper", [False, True])
+def test_replicas_with_an_inner_optimizer_of_another_class(deeper):
+    strategy = mirrored(2)
+
+    class Own(keras.optimizers.SGD):
+        def _all_reduce_sum_gradients(self, pairs):
+            context = tf.distribute.get_replica_context()
+            sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [g for g, _ in pairs])
+            return list(zip(sums, [v for _, v in pairs]))
+
+    with strategy.scope():
+        v = keras.Variable(1.0)
+        optimizer = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(Own(1.0)))
+        if deeper:
+            optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=1.0)
+    assert sums_on_replicas(optimizer, strategy, v) == 2.0
+
+
+def nested(inner):
+    several = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(inner))
+    return keras.optimizers.LossScaleOptimizer(several)
+
+
+@several_in_one
+def test_optimizers_are_checked_at_any_depth():
+    averaging = keras.optimizers.SGD(use_ema=True, ema_overwrite_frequency=3)
+    with pytest.raises(ValueError, match=r"ema_overwrite_frequency cannot be used.*on SGD"):
+        _replica_checks.optimizer_on_replicas(nested(averaging))
+    accumulating = keras.optimizers.Adam(gradient_accumulation_steps=4)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=4 on Adam"):
+        GradientAccumulator(nested(accumulating), [tf.Variable(1.0)])
+    _replica_checks.optimizer_on_replicas(nested(keras.optimizers.SGD()))
+
+    class Wrapper(keras.optimizers.SGD):
+        def __init__(self, optimizer):
+            super().__init__()
+            self._optimizer = optimizer
+
+    scaled = Wrapper(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()))
+    with pytest.raises(ValueError, match='nonfinite="skip" would hide from the optimizer'):
+        GradientAccumulator(scaled, [tf.Variable(1.0)], nonfinite="skip")
+
+
+@several_in_one
+def test_each_inner_optimizer_is_found_once():
+    inner = [keras.optimizers.SGD(), keras.optimizers.Adam()]
+    inner[0]._optimizer = inner[1]
+    inner[1]._optimizer = inner[0]  # nobody does that, and nobody should wait for its end
+    found = _checks.with_inner_optimizers(nested(inner[0]))
+    assert [type(each).__name__ for each in found] == [
+        "LossScaleOptimizer",
+        "MultiOptimizer",
+        "SGD",
+        "Adam",
+    ]
+
+
+@several_in_one
+def test_an_inner_optimizer_that_is_known_late():
+    optimizer = keras.optimizers.MultiOptimizer(
+        lambda _: keras.optimizers.SGD(gradient_accumulation_steps=2)
+    )
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=2 on SGD"):
+        GradientAccumulator(optimizer, [keras.Variable(1.0)])
+
+
 # Several calls in one function.
 
 
@@ -620,6 +748,35 @@ def test_rows_that_come_between_compiled_steps():
     np.testing.assert_allclose(v, [-5.5, -1.0])
 
 
+def test_compiled_rows_that_do_not_know_their_table():
+    (v,), accumulator = sgd_and([0.0, 0.0, 0.0])
+
+    @tf.function(jit_compile=True)
+    def add(values, indices):
+        accumulator.add([tf.IndexedSlices(values, indices)], weight=1)
+
+    add(tf.constant([1.0, 2.0, 4.0], tf.float64), tf.constant([2, 0, 2]))
+    accumulator.apply()
+    np.testing.assert_allclose(v, [-2.0, 0.0, -5.0])
+
+
+def test_rows_that_are_restored_after_a_compiled_step(tmp_path):
+    """The compiled function updates from dense sums only: it would not see the rows."""
+    rows = tf.IndexedSlices(tf.constant([10.0], tf.float64), tf.constant([0]), tf.constant([2]))
+    _, accumulator = sgd_and([0.0, 0.0])
+    accumulator.add([rows], weight=1)
+    path = tf.train.Checkpoint(accumulator=accumulator).save(tmp_path / "window")
+    (v,), accumulator = sgd_and([0.0, 0.0], steps=2)
+    step = tf.function(lambda g: accumulator.step([g], weight=1), jit_compile=True)
+    gradient = tf.constant([1.0, 2.0], tf.float64)
+    step(gradient)
+    with pytest.raises(ValueError, match=r"checkpoint with such rows, after.*jit_compile=True"):
+        tf.train.Checkpoint(accumulator=accumulator).restore(path)
+    assert accumulator.pending == 1
+    assert step(gradient)
+    np.testing.assert_allclose(v, -gradient)
+
+
 def test_what_a_compiled_function_cannot_check():
     _, accumulator = sgd_and(0.0, nonfinite="raise")
     with pytest.raises(ValueError, match="cannot work inside a function with jit_compile=True"):
@@ -629,16 +786,16 @@ def test_what_a_compiled_function_cannot_check():
 
 
 def test_a_gradient_whose_shape_is_wrong_when_the_graph_runs():
-    _, accumulator = sgd_and([0.0])
+    _, accumulator = sgd_and(0.0, [0.0])
     signature = [tf.TensorSpec(None, tf.float64)]
-    add = tf.function(lambda g: accumulator.add([g], weight=1), signature)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="must have the shape"):
-        add(tf.ones([3], tf.float64))
-    with pytest.raises(tf.errors.InvalidArgumentError):
-        add(tf.ones([1, 1], tf.float64))
-    assert (accumulator.pending, accumulator.total_weight) == (0, 0.0)
+    one = tf.ones([], tf.float64)
+    add = tf.function(lambda g: accumulator.add([one, g], weight=1), signature)
     add(tf.ones([1], tf.float64))
-    assert accumulator.pending == 1
+    for wrong in ([3], [1, 1], []):  # broadcasting must not make them equal
+        with pytest.raises(tf.errors.InvalidArgumentError, match="must have the shape"):
+            add(tf.ones(wrong, tf.float64))
+        assert (accumulator.pending, accumulator.total_weight) == (1, 1.0)
+        assert float(accumulator._window.dense_0) == 1.0
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,11 @@ They use what all versions have: eager execution, tf.function, tf.keras and tf.c
 optimizers, MirroredStrategy on two CPU devices.
 """
 
+import copy
 import functools
 import itertools
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -228,6 +231,94 @@ def test_wrong_micro_batches_change_nothing(gradients, weight, message, graph):
     assert accumulator.pending == 1
 
 
+@pytest.mark.parametrize("dtype", [tf.int32, tf.bool, tf.complex64, tf.string])
+@pytest.mark.parametrize("graph", [False, True])
+def test_gradients_of_other_dtypes_are_refused(dtype, graph):
+    variables = [tf.Variable(1.0), tf.Variable(tf.ones([4, 2]))]
+    accumulator = macrobatch.GradientAccumulator(OPTIMIZERS["v1 SGD"](), variables)
+    rows = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([2]), tf.constant([4, 2]))
+    accumulator.add([tf.constant(1.0), rows], weight=2)
+    before = state_of(accumulator)
+    gradient = tf.cast(1, dtype) if dtype != tf.string else tf.constant("a")
+    wrong_rows = tf.IndexedSlices(tf.fill([1, 2], gradient), tf.constant([0]), tf.constant([4, 2]))
+    for gradients in ([gradient, rows], [tf.constant(1.0), wrong_rows]):
+
+        def add(gradients=gradients):
+            accumulator.add(gradients, weight=1)
+
+        message = f"floating-point dtype.*of dtype {dtype.name} for .*of dtype float32"
+        with pytest.raises(ValueError, match=message):
+            (tf.function(add) if graph else add)()
+        assert state_of(accumulator) == before
+
+
+def test_variables_that_are_not_trained_have_no_gradients():
+    variables = [tf.Variable(1.0), tf.Variable(3)]
+    accumulator = macrobatch.GradientAccumulator(OPTIMIZERS["v1 SGD"](), variables)
+    with pytest.raises(ValueError, match=r"dtype float32 for .*of dtype int32.*or None"):
+        accumulator.add([tf.constant(1.0), tf.constant(0.5)], weight=1)
+    accumulator.add([tf.constant(2.0), None], weight=1)
+    accumulator.apply()
+    assert [v.numpy() for v in variables] == [0.75, 3]
+
+
+@pytest.mark.skipif(TF1, reason="optimizers of TensorFlow 1.14 know no complex numbers")
+def test_complex_variables():
+    v = tf.Variable(1.0 + 1.0j)
+    accumulator = macrobatch.GradientAccumulator(OPTIMIZERS["v1 SGD"](), [v])
+    accumulator.add([tf.constant(2.0j, v.dtype)], weight=0.1)
+    accumulator.add([tf.constant(1.0, v.dtype)], weight=0.3)
+    accumulator.apply()
+    np.testing.assert_allclose(v.numpy(), 1 + 1j - 0.125 * (0.5j + 0.75), rtol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("indices", "received"), [([4], "4 to 4"), ([-1], "-1 to -1"), ([0, 3, 9], "0 to 9")]
+)
+@pytest.mark.parametrize("graph", [False, True])
+def test_rows_that_a_table_does_not_have(indices, received, graph):
+    variables = [tf.Variable(1.0), tf.Variable(tf.ones([4, 2]))]
+    accumulator = macrobatch.GradientAccumulator(OPTIMIZERS["v1 SGD"](), variables)
+
+    def add(indices):
+        values = tf.ones([tf.size(indices), 2])
+        accumulator.add([tf.constant(1.0), tf.IndexedSlices(values, indices)], weight=2)
+
+    error = ValueError
+    if graph:
+        add = tf.function(add, input_signature=[tf.TensorSpec([None], tf.int32)])
+        error, received = tf.errors.InvalidArgumentError, "Received"
+    add(tf.constant([3, 0, 3]))
+    before = state_of(accumulator)
+    with pytest.raises(error, match=r"must be rows of its variable.*\(4, 2\)(.|\n)*" + received):
+        add(tf.constant(indices))
+    assert state_of(accumulator) == before
+    accumulator.apply()
+    np.testing.assert_allclose(variables[1].numpy()[:, 0], [0.875, 1, 1, 0.75])
+
+
+@pytest.mark.parametrize(("values", "indices"), [([3, 2], [2]), ([2, 2], [2, 1]), ([2], [2])])
+@pytest.mark.parametrize("graph", [False, True])
+def test_rows_and_indices_that_do_not_fit(values, indices, graph):
+    """When they are added, the gradient of the first variable would be in its sum already."""
+    variables = [tf.Variable(1.0), tf.Variable(tf.ones([4, 2]))]
+    accumulator = macrobatch.GradientAccumulator(OPTIMIZERS["v1 SGD"](), variables)
+
+    def add(values, indices):
+        accumulator.add([tf.constant(1.0), tf.IndexedSlices(values, indices)], weight=2)
+
+    error = ValueError
+    if graph:
+        signature = [tf.TensorSpec(None, tf.float32), tf.TensorSpec(None, tf.int32)]
+        add = tf.function(add, input_signature=signature)
+        error = tf.errors.InvalidArgumentError
+    add(tf.ones([1, 2]), tf.constant([1]))
+    before = state_of(accumulator)
+    with pytest.raises(error, match=r"must (be rows of|have the shape of) its variable"):
+        add(tf.ones(values), tf.zeros(indices, tf.int32))
+    assert state_of(accumulator) == before
+
+
 def test_a_weight_that_is_wrong_when_the_graph_runs():
     v = tf.Variable(1.0)
     accumulator = macrobatch.GradientAccumulator(OPTIMIZERS["v1 SGD"](), [v])
@@ -242,6 +333,146 @@ def test_a_weight_that_is_wrong_when_the_graph_runs():
             add(tf.constant(wrong, tf.float32))
     assert (accumulator.pending, accumulator.total_weight) == (1, 2.0)
     assert accumulator._window.dense_0.numpy() == 2.0
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_python_numbers_are_taken_in_full_precision(graph):
+    v = tf.Variable(1.0, dtype=tf.float64)
+    accumulator = macrobatch.GradientAccumulator(OPTIMIZERS["v1 SGD"](), [v])
+
+    def add():
+        for gradient, weight in [(0.1, 0.1), (0.7, 0.3), (np.float64(0.3), np.float64(0.7))]:
+            accumulator.add([gradient], weight=weight)
+
+    (tf.function(add) if graph else add)()
+    total = 0.1 + 0.3 + 0.7
+    assert abs(accumulator.total_weight - total) < 1e-15
+    accumulator.apply()
+    expected = 1 - 0.125 * (0.1 * 0.1 + 0.7 * 0.3 + 0.3 * 0.7) / total
+    np.testing.assert_allclose(v.numpy(), expected, rtol=1e-15)
+
+
+@pytest.mark.parametrize("weight", ["3", b"3", 1j, tf.complex64, tf.string, None])
+def test_weights_that_are_no_numbers(weight):
+    v = tf.Variable(1.0)
+    accumulator = macrobatch.GradientAccumulator(OPTIMIZERS["v1 SGD"](), [v])
+    if isinstance(weight, tf.DType) or weight is None:  # what a graph knows of it: None, no shape
+        signature = [tf.TensorSpec([], weight) if weight else tf.TensorSpec(None, tf.float32)]
+        add = tf.function(lambda w: accumulator.add([tf.constant(1.0)], weight=w), signature)
+        add = add.get_concrete_function
+    else:
+        add = functools.partial(accumulator.add, [tf.constant(1.0)], weight=weight)
+    message = "must be a finite number, 0 or more" if weight else "must be a scalar"
+    with pytest.raises(ValueError, match=message):
+        add()
+    assert accumulator.pending == 0
+
+
+@pytest.mark.skipif(TF1, reason="variables of TensorFlow 1.14 have known shapes")
+def test_variables_of_unknown_shape():
+    v = tf.Variable(tf.zeros([2]), shape=tf.TensorShape([None]))
+    with pytest.raises(ValueError, match=r"must have known shapes.*Make it without shape="):
+        macrobatch.GradientAccumulator(OPTIMIZERS["v1 SGD"](), [v])
+
+
+def in_threads(function, threads=4):
+    """Calls a function in several threads that begin together, with turns as short as can be."""
+    together, errors = threading.Barrier(threads), []
+
+    def run():
+        try:
+            together.wait()
+            function()
+        except Exception as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        started = [threading.Thread(target=run) for _ in range(threads)]
+        for thread in started:
+            thread.start()
+        for thread in started:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+
+
+def test_threads_that_add_lose_nothing():
+    """800 micro-batches from four threads, in windows old and new, with sums old and new."""
+    one = tf.constant(1.0, tf.float64)
+    rows = tf.IndexedSlices(tf.ones([2, 1], tf.float64), tf.constant([1, 3]), tf.constant([4, 1]))
+    for _ in range(5):
+        variables = [tf.Variable(0.0, dtype=tf.float64), tf.Variable(tf.zeros([4, 1], tf.float64))]
+        accumulator = macrobatch.GradientAccumulator(OPTIMIZERS["v1 SGD"](), variables)
+        for _ in range(4):
+
+            def add(accumulator=accumulator):
+                for _ in range(10):
+                    accumulator.add([one, rows], weight=2)
+
+            in_threads(add)
+            assert accumulator.pending == 40
+            assert accumulator.total_weight == 80.0
+            assert accumulator._window.dense_0.numpy() == 80.0
+            assert accumulator._window.values_1.numpy().tolist() == [[80.0], [80.0]]
+            accumulator.reset()
+
+
+def test_threads_that_step_make_one_update_of_each_window():
+    v = tf.Variable(0.0, dtype=tf.float64)
+    optimizer = train.GradientDescentOptimizer(1.0)
+    accumulator = macrobatch.GradientAccumulator(optimizer, [v], steps=4)
+    applied = []
+
+    def step():
+        for _ in range(25):
+            applied.append(accumulator.step([tf.constant(1.0, tf.float64)], weight=1))
+
+    in_threads(step)
+    assert (sum(applied), accumulator.pending, v.numpy()) == (25, 0, -25.0)
+
+
+def test_threads_that_flush_and_reset():
+    """What a thread has added is updated from once, or forgotten."""
+    v = tf.Variable(0.0, dtype=tf.float64)
+    optimizer = train.GradientDescentOptimizer(1.0)
+    accumulator = macrobatch.GradientAccumulator(optimizer, [v], reduction="sum")
+
+    def add_and_flush():
+        for _ in range(25):
+            accumulator.add([tf.constant(1.0, tf.float64)])
+            accumulator.flush()
+
+    in_threads(add_and_flush)
+    assert (accumulator.pending, v.numpy()) == (0, -100.0)
+
+
+def test_threads_that_trace_share_the_sums():
+    v = tf.Variable(0.0, dtype=tf.float64)
+    accumulator = macrobatch.GradientAccumulator(OPTIMIZERS["v1 SGD"](), [v])
+    functions = []
+
+    def trace():
+        add = tf.function(lambda g: accumulator.add([g], weight=1))
+        functions.append(add.get_concrete_function(tf.TensorSpec([], tf.float64)))
+
+    in_threads(trace)
+    for add in functions:
+        add(tf.constant(2.0, tf.float64))
+    assert accumulator.pending == 4
+    assert accumulator._window.dense_0.numpy() == 8.0
+
+
+def test_a_copy_is_another_accumulator():
+    v = tf.Variable(1.0)
+    accumulator = macrobatch.GradientAccumulator(OPTIMIZERS["v1 SGD"](), [v])
+    accumulator.add([tf.constant(1.0)], weight=1)
+    other = copy.deepcopy(accumulator)
+    with accumulator._window.lock:
+        in_threads(lambda: other.add([tf.constant(1.0)], weight=1), threads=1)
+    assert (accumulator.pending, other.pending) == (1, 2)
 
 
 def test_an_empty_window():
@@ -330,6 +561,53 @@ def test_a_checkpoint_in_the_middle_of_a_window(optimizer, tmp_path):
     continued, _ = trained(optimizer, restored=path)
     for a, b in zip(numpy_of(uninterrupted), numpy_of(continued)):
         np.testing.assert_array_equal(a, b)
+
+
+def saved_window(reduction, path, mark=True):
+    v = tf.Variable(1.0)
+    accumulator = macrobatch.GradientAccumulator(OPTIMIZERS["v1 SGD"](), [v], reduction=reduction)
+    accumulator.add([tf.constant(2.0)], weight=3 if reduction == "mean" else None)
+    if not mark:  # as versions before this one
+        delattr(accumulator._window, "reduction_" + reduction)
+    return tf.train.Checkpoint(accumulator=accumulator).save(str(path))
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+@pytest.mark.parametrize(("saved", "restored"), [("mean", "sum"), ("sum", "mean")])
+def test_a_window_is_restored_with_its_reduction(saved, restored, deferred, tmp_path):
+    path = saved_window(saved, tmp_path / "window")
+    v = tf.Variable(5.0)
+    accumulator = macrobatch.GradientAccumulator(OPTIMIZERS["v1 SGD"](), [v], reduction=restored)
+    arguments = {} if restored == "sum" else {"weight": 1}
+    accumulator.add([tf.constant(8.0)], **arguments)
+    checkpoint = tf.train.Checkpoint(**({} if deferred else {"accumulator": accumulator}))
+
+    def restore():
+        checkpoint.restore(path)
+        checkpoint.accumulator = accumulator
+
+    message = f'checkpoint with reduction="{saved}", and .*with reduction="{restored}"'
+    with pytest.raises(ValueError, match=message):
+        restore()
+    assert accumulator.pending == 1
+    accumulator.apply()
+    assert v.numpy() == 4.0  # as if nothing had been restored
+
+
+@pytest.mark.parametrize("mark", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_checkpoints_of_older_versions_restore(reduction, mark, tmp_path):
+    path = saved_window(reduction, tmp_path / "window", mark)
+    v = tf.Variable(0.0)
+    accumulator = macrobatch.GradientAccumulator(OPTIMIZERS["v1 SGD"](), [v], reduction=reduction)
+    checkpoint = tf.train.Checkpoint(accumulator=accumulator)
+    for _ in range(2):
+        status = checkpoint.restore(path)
+        status.assert_existing_objects_matched()
+        status.assert_consumed()
+        assert accumulator.pending == 1
+        accumulator.apply()
+        assert v.numpy() == 0.75
 
 
 @functools.lru_cache(maxsize=None)  # TensorFlow mixes up the collectives of two in one process

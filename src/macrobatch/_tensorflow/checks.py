@@ -38,7 +38,7 @@ def fits_replicas(model: Any, strategy: Any) -> None:
 
 def optimizer_on_replicas(value: Any) -> None:
     """Raises for optimizers that several replicas cannot call together."""
-    for each in [value, *_checks.inner_optimizers(value)]:
+    for each in _checks.with_inner_optimizers(value):
         frequency = getattr(each, "ema_overwrite_frequency", None)
         if getattr(each, "use_ema", False) and frequency:
             raise ValueError(

@@ -15,13 +15,13 @@ class TensorFlow(BatchEngine):
         return replicas.count() if replicas.in_several() else 1
 
     def sum_over_replicas(self, values: List[Tensor]) -> List[Tensor]:
-        return replicas.total(values)
+        return replicas.sum_over_replicas(values)
 
     def from_first_replica(self, values: List[Tensor]) -> List[Tensor]:
-        return replicas.of_first(values)
+        return replicas.from_first_replica(values)
 
     def max_over_replicas(self, values: List[Tensor]) -> List[Tensor]:
-        return replicas.largest(values)
+        return replicas.max_over_replicas(values)
 
     def checked(self, values: Tensor, *checks: Check) -> Tensor:
         return graph.checked(values, *checks)

@@ -76,7 +76,7 @@ def compare(value: Any, check: Callable[[Sequence[Any]], None]) -> None:
     tf.distribute.get_replica_context().merge_call(merged, args=(value,))
 
 
-def total(values: List[Any]) -> List[Any]:
+def sum_over_replicas(values: List[Any]) -> List[Any]:
     """The sums of values over all replicas."""
     if not in_several():
         return values
@@ -114,7 +114,7 @@ def total_counts(counts: List[Any]) -> List[Any]:
     there = [count for count in counts if count is not None]
     is_double = any(getattr(count, "dtype", None) == tf.float64 for count in there)
     dtype = tf.float64 if is_double else tf.float32
-    sums = iter(total([tf.cast(count, dtype) for count in there]))
+    sums = iter(sum_over_replicas([tf.cast(count, dtype) for count in there]))
     return [count if count is None else next(sums) for count in counts]
 
 
@@ -166,18 +166,18 @@ def first_part(strategy: Any, batch: Any) -> Any:
     )
 
 
-def of_first(values: List[Any]) -> List[Any]:
+def from_first_replica(values: List[Any]) -> List[Any]:
     """The values that the first replica has."""
     if not in_several() or not values:
         return values
     context = tf.distribute.get_replica_context()
     is_first = tf.equal(context.replica_id_in_sync_group, 0)
     masked = [tf.where(is_first, value, tf.zeros_like(value)) for value in values]
-    sums = total([_sums.widened(value) for value in masked])
+    sums = sum_over_replicas([_sums.widened(value) for value in masked])
     return [tf.cast(each, value.dtype) for each, value in zip(sums, values)]
 
 
-def largest(values: List[Any]) -> List[Any]:
+def max_over_replicas(values: List[Any]) -> List[Any]:
     """The largest of the values, element by element, that any replica has."""
     if not in_several() or not values:
         return values
@@ -188,8 +188,12 @@ def largest(values: List[Any]) -> List[Any]:
         * tf.reshape(tf.cast(value, tf.int64), [1, -1])
         for value in values
     ]
-    found = [tf.reduce_max(each, 0) for each in total(rows)]
+    found = [tf.reduce_max(each, 0) for each in sum_over_replicas(rows)]
     return [tf.cast(tf.reshape(f, tf.shape(v)), v.dtype) for f, v in zip(found, values)]
+
+
+# Their names up to now, for rooms that still use them.
+total, of_first, largest = sum_over_replicas, from_first_replica, max_over_replicas
 
 
 def variable(

@@ -4,16 +4,24 @@ A gradient is a tensor, an `IndexedSlices` (some rows of a table) or None (no de
 float32 or wider, whatever the gradients are, and the optimizer sees each row of a table once.
 """
 
-from typing import Any, NamedTuple, Sequence
+from typing import Any, NamedTuple, Sequence, TypeVar, Union
 
 import tensorflow as tf
+
+from macrobatch._types import Gradient, Tensor
+
+Given = TypeVar("Given", bound=Gradient)  # None stays None
 
 
 class Rows(NamedTuple):
     """The running sum of a table's gradient in a graph: the touched rows of each micro-batch."""
 
-    values: Any
-    indices: Any
+    values: tf.TensorArray
+    indices: tf.TensorArray
+
+
+# The running sum of a gradient, for a loop in a graph.
+Sum = Union[Tensor, Rows, None]
 
 
 def wide(dtype: Any) -> Any:
@@ -21,21 +29,21 @@ def wide(dtype: Any) -> Any:
     return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype
 
 
-def cast(gradient: Any, dtype: Any, index_dtype: Any = None) -> Any:
+def cast(gradient: Given, dtype: tf.DType, index_dtype: Any = None) -> Given:
     """The gradient in another dtype, and its indices too."""
     if isinstance(gradient, tf.IndexedSlices):
         values = tf.cast(gradient.values, dtype)
         indices = tf.cast(gradient.indices, index_dtype or gradient.indices.dtype)
         return tf.IndexedSlices(values, indices, gradient.dense_shape)
-    return None if gradient is None else tf.cast(gradient, dtype)
+    return gradient if gradient is None else tf.cast(gradient, dtype)
 
 
-def widened(gradient: Any) -> Any:
+def widened(gradient: Given) -> Given:
     """The gradient in the dtype in which it is summed."""
-    return None if gradient is None else cast(gradient, wide(gradient.dtype))
+    return gradient if gradient is None else cast(gradient, wide(gradient.dtype))
 
 
-def scaled(gradient: Any, factor: Any) -> Any:
+def scaled(gradient: Given, factor: Any) -> Given:
     """The gradient times a factor. Times 0 it is 0, even where the gradient is not finite.
 
     A mean over no tokens at all is 0 / 0, and so is its gradient; with weight 0 it must not count.
@@ -44,24 +52,29 @@ def scaled(gradient: Any, factor: Any) -> Any:
         values = scaled(gradient.values, factor)
         return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
     if gradient is None:
-        return None
+        return gradient
     return tf.math.multiply_no_nan(gradient, tf.cast(factor, gradient.dtype))
 
 
-def add(left: Any, right: Any) -> Any:
+def add(left: Gradient, right: Gradient) -> Gradient:
     """The sum of two gradients. It is sparse only if both are."""
     if left is None or right is None:
         return right if left is None else left
     if isinstance(left, tf.IndexedSlices) and isinstance(right, tf.IndexedSlices):
-        return tf.IndexedSlices(
-            tf.concat([left.values, right.values], 0),
-            tf.concat([left.indices, right.indices], 0),
-            left.dense_shape,
-        )
+        return add_rows(left, right)
     return dense(left) + dense(right)
 
 
-def dense(gradient: Any) -> Any:
+def add_rows(left: tf.IndexedSlices, right: tf.IndexedSlices) -> tf.IndexedSlices:
+    """The rows of both. Rows that both have come twice."""
+    return tf.IndexedSlices(
+        tf.concat([left.values, right.values], 0),
+        tf.concat([left.indices, right.indices], 0),
+        left.dense_shape,
+    )
+
+
+def dense(gradient: Given) -> Given:
     """The gradient as a tensor."""
     if not isinstance(gradient, tf.IndexedSlices):
         return gradient
@@ -70,7 +83,7 @@ def dense(gradient: Any) -> Any:
     return tf.math.unsorted_segment_sum(gradient.values, gradient.indices, rows)
 
 
-def merge_rows(gradient: Any) -> Any:
+def merge_rows(gradient: Given) -> Given:
     """The gradient with each row of a table once, as the sum of its slices.
 
     Optimizers that do more than add (Adam, clipping) give another update for repeated rows.
@@ -84,20 +97,20 @@ def merge_rows(gradient: Any) -> Any:
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
-def are_finite(gradients: Sequence[Any]) -> Any:
+def are_finite(gradients: Sequence[Gradient]) -> Any:
     """Whether every number in these gradients is finite, as a scalar tensor."""
     each = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]
     finite = [tf.reduce_all(tf.math.is_finite(values)) for values in each]
     return tf.reduce_all(tf.stack([tf.constant(True), *finite]))
 
 
-def dense_bytes(gradients: Sequence[Any]) -> int:
+def dense_bytes(gradients: Sequence[Gradient]) -> int:
     """How large the dense ones of these gradients are together."""
     dense_ones = [g for g in gradients if isinstance(g, tf.Tensor) and g.shape.is_fully_defined()]
     return sum(g.shape.num_elements() * g.dtype.size for g in dense_ones)
 
 
-def start(gradient: Any, count: Any, may_be_dense: bool = True) -> Any:
+def start(gradient: Gradient, count: Any, may_be_dense: bool = True) -> Sum:
     """The empty sum of `count` gradients like this one, for a loop in a graph."""
     if not isinstance(gradient, tf.IndexedSlices):
         return None if gradient is None else tf.zeros(gradient.shape, wide(gradient.dtype))
@@ -115,14 +128,14 @@ def start(gradient: Any, count: Any, may_be_dense: bool = True) -> Any:
     )
 
 
-def first(total: Any, gradient: Any) -> Any:
+def first(total: Sum, gradient: Any) -> Sum:
     """`total` from `start`, with the gradient of the first micro-batch in it: nothing is added."""
     if isinstance(total, Rows):
         return push(total, gradient, 0)
     return None if total is None else tf.cast(dense(gradient), total.dtype)
 
 
-def push(total: Any, gradient: Any, index: Any) -> Any:
+def push(total: Sum, gradient: Any, index: Any) -> Sum:
     """`total` from `start`, with the gradient of the micro-batch with that index added."""
     if isinstance(total, Rows):
         rows = cast(merge_rows(gradient), total.values.dtype)
@@ -132,7 +145,7 @@ def push(total: Any, gradient: Any, index: Any) -> Any:
     return None if total is None else total + tf.cast(dense(gradient), total.dtype)
 
 
-def finish(total: Any, like: Any) -> Any:
+def finish(total: Sum, like: Any) -> Gradient:
     """The sum that `start` and `push` have made of gradients like this one."""
     if not isinstance(total, Rows):
         return total

@@ -4,7 +4,7 @@ import collections
 import functools
 import inspect
 import threading
-from typing import Any, List
+from typing import Any, Callable, Dict, List, Optional, Set
 
 import tensorflow as tf
 
@@ -12,9 +12,10 @@ from macrobatch import _checks
 from macrobatch._tensorflow import checks as _replica_checks
 from macrobatch._tensorflow import replicas as _replicas
 from macrobatch._tensorflow import sums as _sums
+from macrobatch._types import Gradient
 
 
-def apply_gradients(optimizer: Any, gradients: List[Any], variables: List[Any]) -> None:
+def apply_gradients(optimizer: Any, gradients: List[Gradient], variables: List[Any]) -> None:
     """Calls an optimizer with gradients; in a replica, with their sums over all replicas.
 
     Left to itself an optimizer would clip the part of each replica, and Keras 3 take a row that
@@ -26,12 +27,13 @@ def apply_gradients(optimizer: Any, gradients: List[Any], variables: List[Any]) 
     if arguments is not None:
         gradients = _agreed(gradients, variables)
         there = [gradient for gradient in gradients if gradient is not None]
-        sums = iter(_replicas.total(there))
+        sums = iter(_replicas.sum_over_replicas(there))
         gradients = [g if g is None else _sums.merge_rows(next(sums)) for g in gradients]
     # Sums are float32 or wider, also those over replicas; variables may be narrower.
     dtypes = [tf.as_dtype(variable.dtype).base_dtype for variable in variables]
     gradients = [_sums.cast(gradient, dtype) for gradient, dtype in zip(gradients, dtypes)]
-    summed = [] if arguments is None else [id(each) for each in _with_inner_ones(optimizer)]
+    all_optimizers = [] if arguments is None else _checks.with_inner_optimizers(optimizer)
+    summed = [id(each) for each in all_optimizers]
     with _counting:
         _reduced.update(summed)
     try:
@@ -46,13 +48,13 @@ def is_of_keras_3(optimizer: Any) -> bool:
     return hasattr(optimizer, "_all_reduce_sum_gradients")
 
 
-def _agreed(gradients: List[Any], variables: List[Any]) -> List[Any]:
+def _agreed(gradients: List[Gradient], variables: List[Any]) -> List[Gradient]:
     """The gradients, of the same kinds on all replicas: zeros where only others have one."""
     if not tf.executing_eagerly():  # In a graph all replicas have the same.
         return gradients
     sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
     dense = [g is not None and not rows for g, rows in zip(gradients, sparse)]
-    (counts,) = _replicas.total([tf.constant([sparse, dense], tf.float32)])
+    (counts,) = _replicas.sum_over_replicas([tf.constant([sparse, dense], tf.float32)])
     agreed = []
     for gradient, variable, some_rows, some_dense in zip(gradients, variables, *counts.numpy()):
         shape, dtype = tf.TensorShape(variable.shape), _sums.wide(tf.as_dtype(variable.dtype))
@@ -71,12 +73,7 @@ _reduced: "collections.Counter[int]" = collections.Counter()
 _counting = threading.Lock()
 
 
-def _with_inner_ones(optimizer: Any) -> List[Any]:
-    inner = _checks.inner_optimizers(optimizer)
-    return [optimizer, *(one for each in inner for one in _with_inner_ones(each))]
-
-
-def _no_reduction_of_its_own(optimizer: Any) -> Any:
+def _no_reduction_of_its_own(optimizer: Any) -> Optional[Dict[str, bool]]:
     """The arguments with which an optimizer takes gradients as they are; None if it does not."""
     if not is_of_keras_3(optimizer):
         names = inspect.signature(optimizer.apply_gradients).parameters
@@ -84,17 +81,31 @@ def _no_reduction_of_its_own(optimizer: Any) -> Any:
             if name in names:
                 return {name: value}
         return None  # tf.compat.v1.train, which takes the sum itself, also of rows
-    # Keras 3 has no public way. The class stays as it is for all other calls.
-    owner: Any = next(c for c in type(optimizer).__mro__ if "_all_reduce_sum_gradients" in vars(c))
-    reduce = vars(owner)["_all_reduce_sum_gradients"]
-    if not hasattr(reduce, "__wrapped__"):
-
-        @functools.wraps(reduce)
-        def reduce_once(self: Any, pairs: Any) -> Any:
-            return list(pairs) if _reduced[id(self)] > 0 else reduce(self, pairs)
-
-        owner._all_reduce_sum_gradients = reduce_once
+    # Keras 3 has no public way. An inner optimizer may have a method of its own.
+    for each in _checks.with_inner_optimizers(optimizer):
+        if is_of_keras_3(each):
+            _reduce_once(type(each))
     return {}
+
+
+# The functions that this room has put into classes. They are known by identity: anybody's wrapper
+# has a __wrapped__, and copies the attributes of what it wraps.
+_own: Set[Callable[..., Any]] = set()
+
+
+def _reduce_once(kind: type) -> None:
+    """Keeps optimizers of this class from summing again; for other calls the class is as before."""
+    owner: Any = next(c for c in kind.__mro__ if "_all_reduce_sum_gradients" in vars(c))
+    reduce = vars(owner)["_all_reduce_sum_gradients"]
+    if reduce in _own:
+        return
+
+    @functools.wraps(reduce)
+    def reduce_once(self: Any, pairs: Any) -> Any:
+        return list(pairs) if _reduced[id(self)] > 0 else reduce(self, pairs)
+
+    _own.add(reduce_once)
+    owner._all_reduce_sum_gradients = reduce_once
 
 
 # In tf_keras: its optimizers, and the legacy ones.

@@ -6,6 +6,7 @@ from typing import Any, List, Optional, Sequence
 import tensorflow as tf
 
 from macrobatch import _checks
+from macrobatch._types import Check, Gradient, Tensor, Variable
 
 
 def one_of(name: str, value: Any, options: Sequence[str]) -> Any:
@@ -45,7 +46,8 @@ def applies_gradients(value: Any, nonfinite: str) -> None:
             f"tf.compat.v1.train have. Received: {_checks.shown(value)}."
         )
     _checks.optimizer(value)
-    if nonfinite == "skip" and _has_dynamic_scale(value):
+    scaled = any(_has_dynamic_scale(each) for each in _checks.with_inner_optimizers(value))
+    if nonfinite == "skip" and scaled:
         raise ValueError(
             'nonfinite="skip" would hide from the optimizer the overflows that its dynamic loss '
             f'scale reacts to. Received: nonfinite="skip" with {type(value).__name__}. '
@@ -62,7 +64,18 @@ def _has_dynamic_scale(value: Any) -> bool:
     return bool(getattr(value, "dynamic", not fixed))
 
 
-def gradients(value: Any, variables: Sequence[Any]) -> List[Any]:
+def known_shapes(variables: Sequence[Variable]) -> None:
+    """Raises for variables that may change their shape."""
+    for variable in variables:
+        shape = tf.TensorShape(variable.shape)
+        if not shape.is_fully_defined():
+            raise ValueError(
+                "Variables must have known shapes. Received: "
+                f"{_name(variable)!r} of shape {shape}. Make it without shape=."
+            )
+
+
+def gradients(value: Any, variables: Sequence[Variable]) -> List[Gradient]:
     """Returns gradients as a list, if they fit the variables."""
     flat = tf.nest.flatten(value)
     if len(flat) != len(variables) or hasattr(value, "__next__"):
@@ -71,29 +84,108 @@ def gradients(value: Any, variables: Sequence[Any]) -> List[Any]:
             "there is none: pass tape.gradient(loss, variables), without the variables. "
             f"Received: {len(flat)} gradients, {_checks.shown(value)}."
         )
-    flat = [g if g is None or tf.is_tensor(g) else tf.convert_to_tensor(g) for g in flat]
-    for gradient, variable in zip(flat, variables):
-        if gradient is None:
-            continue
-        shape = tf.TensorShape(variable.shape)
-        if isinstance(gradient, tf.IndexedSlices):  # which need not know the size of the table
-            given = shape[:1].concatenate(gradient.values.shape[1:])
-        else:
-            given = gradient.shape
-        if not shape.is_compatible_with(given):
-            name = getattr(variable, "path", variable.name)
-            raise ValueError(
-                f"Each gradient must have the shape of its variable. Received: a gradient of shape "
-                f"{tuple(given.as_list())} for {name!r} of shape {tuple(shape.as_list())}. Give "
-                "the gradients in the order of the variables."
-            )
-    return flat
+    return [_fitting(gradient, variable) for gradient, variable in zip(flat, variables)]
+
+
+def _fitting(gradient: Any, variable: Variable) -> Gradient:
+    """Returns a gradient, if its dtype and shape fit the variable, as far as they are known."""
+    if gradient is None:
+        return None
+    dtype = tf.as_dtype(variable.dtype)
+    if isinstance(gradient, float) and dtype.is_floating:
+        gradient = tf.constant(gradient, dtype)  # which would be a float32 otherwise
+    elif not tf.is_tensor(gradient):
+        gradient = tf.convert_to_tensor(gradient)
+    if isinstance(gradient, (tf.SparseTensor, tf.RaggedTensor)):
+        raise ValueError(
+            "Each gradient must be a tensor, a tf.IndexedSlices or None. Received: a "
+            f"{type(gradient).__name__} for {_name(variable)!r}."
+        )
+    given = tf.as_dtype(gradient.dtype)
+    real, imaginary = given.is_floating, given.is_complex and dtype.is_complex
+    if not (imaginary or (real and (dtype.is_floating or dtype.is_complex))):
+        raise ValueError(
+            "Gradients and their variables must be of a floating-point dtype. Received: a gradient "
+            f"of dtype {given.name} for {_name(variable)!r} of dtype {dtype.base_dtype.name}. Pass "
+            "what tape.gradient returns, or None for a variable that is not trained."
+        )
+    shape = tf.TensorShape(variable.shape)
+    if isinstance(gradient, tf.IndexedSlices):  # which need not know the size of the table
+        rows = gradient.indices.shape
+        if shape.ndims == 0 or not rows.is_compatible_with(gradient.values.shape[:1]):
+            raise ValueError(f"{_rows(variable)} {_received(gradient)}")
+        given = shape[:1].concatenate(gradient.values.shape[1:])
+    else:
+        given = gradient.shape
+    if not shape.is_compatible_with(given):
+        raise ValueError(
+            f"Each gradient must have the shape of its variable. Received: a gradient of shape "
+            f"{tuple(given.as_list())} for {_name(variable)!r} of shape {tuple(shape.as_list())}. "
+            "Give the gradients in the order of the variables."
+        )
+    return gradient
+
+
+def _name(variable: Variable) -> str:
+    return str(getattr(variable, "path", variable.name))
 
 
 GRADIENT_SHAPES = (
     "Each gradient must have the shape of its variable. Received: one of another shape. Give the "
     "gradients in the order of the variables."
 )
+
+
+def fit_when_run(gradients: Sequence[Gradient], variables: Sequence[Variable]) -> List[Check]:
+    """What remains to be checked of gradients: shapes that a graph does not know, and rows."""
+    checks: List[Check] = []
+    for gradient, variable in zip(gradients, variables):
+        shape = tf.TensorShape(variable.shape).as_list()
+        if isinstance(gradient, tf.IndexedSlices):
+            if not gradient.values.shape[1:].is_fully_defined():
+                checks.append(
+                    (_has_shape(gradient.values[:1], [None, *shape[1:]]), GRADIENT_SHAPES)
+                )
+            rows = tf.cast(gradient.indices, tf.int64)
+            there = tf.reduce_all(tf.logical_and(rows >= 0, rows < shape[0]))
+            is_wrong = tf.executing_eagerly() and not there  # then numbers can be named
+            message = f"{_rows(variable)} {_received(gradient, is_wrong)}"
+            checks.append((there, message))
+            if not (gradient.values.shape[:1].is_fully_defined() and rows.shape.is_fully_defined()):
+                alike = tf.equal(tf.shape(gradient.values)[:1], tf.shape(rows))
+                checks.append((tf.reduce_all(alike), message))
+        elif gradient is not None and not gradient.shape.is_fully_defined():
+            checks.append((_has_shape(gradient, shape), GRADIENT_SHAPES))
+    return checks
+
+
+def _has_shape(tensor: Tensor, shape: List[Optional[int]]) -> Tensor:
+    """Whether a tensor has this shape, None being any size, when the graph runs."""
+
+    def sizes_agree() -> Tensor:
+        known = [i for i, size in enumerate(shape) if size is not None]
+        sizes = tf.gather(tf.shape(tensor), tf.constant(known, tf.int32))
+        return tf.reduce_all(tf.equal(sizes, tf.constant([shape[i] for i in known], tf.int32)))
+
+    # Without the rank, [1] and [1, 1] would be equal by broadcasting.
+    return tf.cond(tf.equal(tf.rank(tensor), len(shape)), sizes_agree, lambda: tf.constant(False))
+
+
+def _rows(variable: Variable) -> str:
+    shape = tf.TensorShape(variable.shape)
+    return (
+        "The rows of a gradient must be rows of its variable, with one index for each. "
+        f"{_name(variable)!r} has shape {tuple(shape.as_list())}."
+    )
+
+
+def _received(gradient: tf.IndexedSlices, with_numbers: bool = False) -> str:
+    """What a message says of rows."""
+    indices = gradient.indices
+    text = f"Received: values of shape {gradient.values.shape}, indices of shape {indices.shape}"
+    if with_numbers:
+        text += f" from {indices.numpy().min()} to {indices.numpy().max()}"
+    return f"{text}."
 
 
 def some_gradients(there_are: bool) -> None:
@@ -132,18 +224,41 @@ def weight(value: Any, reduction: str) -> None:
             "Pass what its loss is a mean over, such as the number of its examples or tokens: "
             "weight=len(x), or tf.shape(x)[0] where the graph does not know it."
         )
-    if len(getattr(value, "shape", ())) != 0:
+    shape = tf.TensorShape(getattr(value, "shape", ()))
+    if shape.ndims != 0:
         raise ValueError(
             "The weight of a micro-batch must be a scalar. "
-            f"Received: a value of shape {tuple(value.shape)}. Sum it."
+            f"Received: a value of shape {shape}. Sum it."
         )
     known = value if tf.executing_eagerly() or not tf.is_tensor(value) else 0
+    dtype = value.dtype if tf.is_tensor(value) else tf.float32
     try:
-        good = 0 <= float(known) < float("inf")
+        good = 0 <= float(known) < float("inf") and not isinstance(known, (str, bytes))
     except (TypeError, ValueError):
         good = False
-    if not good:
-        raise ValueError(f"{WEIGHT} Received: weight={known}.")
+    if not good or dtype.is_complex or dtype == tf.string:
+        raise ValueError(f"{WEIGHT} Received: weight={value}.")
+
+
+def same_reduction(saved: str, reduction: str) -> None:
+    """Raises for a checkpoint of a window that is a sum of something else."""
+    if saved != reduction:
+        raise ValueError(
+            "A window must be restored with the reduction that it was saved with. Received: a "
+            f'checkpoint with reduction="{saved}", and a GradientAccumulator with '
+            f'reduction="{reduction}". Make it with reduction="{saved}", or leave it out of the '
+            "tf.train.Checkpoint that restores."
+        )
+
+
+def may_bring_rows(there_is_room: bool) -> None:
+    """Raises for a checkpoint with rows that a compiled function would not see."""
+    if not there_is_room:
+        raise ValueError(
+            "A compiled step() cannot go on with a window that has rows of a table. Received: a "
+            "checkpoint with such rows, after a function with jit_compile=True was traced. "
+            "Restore it before that, apply() the window, and then call the function."
+        )
 
 
 EMPTY_WINDOW = (
