@@ -69,6 +69,8 @@ class Loop:
         counts = None if self._apart else tf.TensorSpec([None], "float64")
         while True:
             first = self._micro_batches.first()
+            if len(self._micro_batches.runs) > 1:  # full micro-batches and a tail, of one trace
+                first = graph.specs_of(first, any_size=True)
             traced = Traced(self._step_in_graph, first, self.values, counts)
             if self._size() <= len(self.values):
                 return traced

@@ -192,9 +192,6 @@ def max_over_replicas(values: List[Any]) -> List[Any]:
     return [tf.cast(tf.reshape(f, tf.shape(v)), v.dtype) for f, v in zip(found, values)]
 
 
-# Their names up to now, for rooms that still use them.
-total, of_first, largest = sum_over_replicas, from_first_replica, max_over_replicas
-
 
 def variable(
     strategy: Any, shape: Sequence[Optional[int]], dtype: Any, name: str, summed: bool = True

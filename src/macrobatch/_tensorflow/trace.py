@@ -48,8 +48,8 @@ class Traced:
             of: takes from the function's result what is wanted.
         """
         wanted = of(self.result)
-        outer = dict(zip(map(id, tensors_of(self.result)), self._concrete.outputs))
-        outputs = [outer[id(tensor)] for tensor in tensors_of(wanted)]
+        # Not the outputs of the tf.function: they wait for everything that may fail.
+        outputs = tensors_of(wanted)
         graph = self._concrete.graph.as_graph_def()
         graph = tf.compat.v1.graph_util.extract_sub_graph(graph, [t.op.name for t in outputs])
         left = {node.name for node in graph.node}
@@ -72,8 +72,7 @@ class Traced:
         """For each tensor of an argument, whether some of the results depend on it."""
         before = len(tensors_of(self._like[:argument]))
         own = self._concrete.inputs[before : before + len(tensors_of(self._like[argument]))]
-        outer = dict(zip(map(id, tensors_of(self.result)), self._concrete.outputs))
-        wanted = [outer[id(tensor)].op.name for tensor in tensors_of(of(self.result))]
+        wanted = [tensor.op.name for tensor in tensors_of(of(self.result))]
         graph = self._concrete.graph.as_graph_def()
         graph = tf.compat.v1.graph_util.extract_sub_graph(graph, wanted)
         left = {node.name for node in graph.node}
