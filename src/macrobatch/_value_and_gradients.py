@@ -173,12 +173,15 @@ def _value_and_gradients(
         # A factor for all rates of dropout, and no scale yet.
         return [tf.ones([]), tf.zeros([]), *written.values()]
 
+    def fits(values: List[Tensor]) -> bool:
+        return len(values) == 2 + len(written.variables)
+
     def outcome(micro_batch: Batch) -> trial.Found:
         start = [tf.zeros([]), tf.ones([]), *loop.values[2:]]
         return {"loss": trial.comparable(loop.part(micro_batch, start, []).sums)}
 
     with batch_checks.explaining(micro_batches, lambda like: _dry_run(loss_fn, trained, like)):
-        loop = Loop(step, micro_batches, values, lambda: 2 + len(written.variables), jit_compile)
+        loop = Loop(step, micro_batches, values, fits, jit_compile)
         check = trial.Trial(
             [outcome],
             lambda: written.drew,

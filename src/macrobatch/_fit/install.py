@@ -11,6 +11,7 @@ from macrobatch._batches.cut import Cut
 from macrobatch._fit import build, checks
 from macrobatch._fit.steps import Steps
 from macrobatch._keras import model as models
+from macrobatch._keras.report import overrides
 from macrobatch._tensorflow import checks as replica_checks
 from macrobatch._tensorflow import graph, replicas
 from macrobatch._tensorflow.engine import ENGINE
@@ -37,7 +38,7 @@ class Accumulation(Steps):
             "make_test_function": self.make_test_function,
             _internals.BUILDING: self.build_before_tracing,
         }
-        if not models.overrides(self.model, "test_step"):
+        if not overrides(self.model, "test_step"):
             methods["test_step"] = self.test_step
         elif replicas.has_several_workers(self.strategy):
             methods["test_step"] = self.own_test_step

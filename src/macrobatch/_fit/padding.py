@@ -14,6 +14,7 @@ from macrobatch._batches.cut import Cut
 from macrobatch._batches.sequences import Memory, Truth
 from macrobatch._keras import checks as keras_checks
 from macrobatch._keras import model as models
+from macrobatch._keras import report
 from macrobatch._keras.model import ModelStep
 from macrobatch._keras.scope import without
 from macrobatch._tensorflow import replicas, trial
@@ -147,8 +148,8 @@ def _of_moved_weights(loop: Loop, model: ModelStep, micro_batches: MicroBatches)
 def _found(model: ModelStep, sums: Sequence[Tensor], part: Part) -> trial.Found:
     dtype = keras.config.floatx()
     found = {"loss": [*sums, *(tf.cast(count, dtype) for count in part.counts)]}
-    after = dict(zip(map(id, model.written.variables), part.written[1:]))
-    for metric in without(models.metrics_of(model.model), models.trackers_of(model.model)):
+    after = dict(zip(map(id, model.written.variables), part.written[2:]))
+    for metric in without(models.metrics_of(model.model), report.trackers_of(model.model)):
         # Not its result: what is wrong by a factor would go unnoticed there.
         values = [after.get(id(variable)) for variable in metric.variables]
         found.setdefault(metric.name, []).extend(v for v in values if v is not None)

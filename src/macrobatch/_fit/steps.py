@@ -142,11 +142,11 @@ class Steps:
             # The first one is a factor for all rates of dropout.
             return [tf.ones([]), *model.values()]
 
-        def count() -> int:
-            return 1 + len(model.written.variables)
+        def fits(values: List[Tensor]) -> bool:
+            return model.fits(values[1:])
 
         with self.padding.explaining(model, micro_batches):
-            loop = Loop(step, micro_batches, values, count, self.compiles_steps())
+            loop = Loop(step, micro_batches, values, fits, self.compiles_steps())
             if tf.executing_eagerly():
                 self.padding.check(loop, model, micro_batches)
                 part = loop.run(synchronized=self._synchronized(model))
@@ -198,11 +198,10 @@ class Steps:
     ) -> Logs:
         """Writes what the batch has left in variables, and returns its logs."""
         numerators = part.sums[len(part.sums) - len(model.terms) :]
-        values = report.reported(
-            model.terms, model.counts, numerators, part.counts, penalty, ENGINE
+        written = part.written[2:]
+        logs = report.finish(
+            model, penalty, numerators, part.counts, written, logs, examples, ENGINE
         )
-        written = part.written[1:]
-        logs = report.finish(model, values, written, logs, examples, ENGINE)
         model.written.write(written, part.moments, ENGINE)
         return logs
 

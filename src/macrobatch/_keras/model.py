@@ -9,7 +9,8 @@ import keras
 from keras import ops, tree
 
 from macrobatch import _internals
-from macrobatch._keras import batch_norm, checks, losses, sequences, stateless
+from macrobatch._keras import batch_norm, checks, losses, report, sequences, stateless
+from macrobatch._keras.report import overrides
 from macrobatch._keras.scope import Scope, Written, is_seed, without
 from macrobatch._types import Batch, Engine, Logs, Tensor, Variable, Whole, names
 
@@ -26,7 +27,8 @@ class Outcome(NamedTuple):
             its guess, and before them one for the rest.
         counts: the denominators that are counted, of this micro-batch.
         reported: the numerators of the reported values of all terms.
-        written: for each variable, the value after the micro-batch; None if it did not change.
+        written: for each value that went in, the value after the micro-batch; None if it did not
+            change.
         moments: of the inputs of BatchNormalization layers.
         logs: what compute_metrics returned.
     """
@@ -68,11 +70,24 @@ class ModelStep:
         self.terms: List[losses.Term] = []
         self.counts: List[losses.Count] = []
         self._growing: Optional[List[bool]] = None
+        # An own compute_metrics may ask for the loss. Then each run needs the reported values of
+        # the micro-batches before.
+        self._reports = overrides(model, "compute_metrics")
+        if self._reports:
+            self.written.passing = [v for m in report.trackers_of(model) for v in m.variables]
         self.reaches_loss = False  # whether a mask or sample weights do
 
     def values(self) -> List[Tensor]:
-        """The values of all variables that are not trained, before a batch."""
-        return self.written.values()
+        """What goes into the first run: nothing reported yet, and the values of all variables that
+        are not trained.
+        """
+        size = len(self.terms) + len(self.counts) if self._reports else 0
+        return [ops.zeros([size], keras.config.floatx()), *self.written.values()]
+
+    def fits(self, values: List[Tensor]) -> bool:
+        """Whether a run has found nothing more that must go into it."""
+        size = len(self.terms) + len(self.counts) if self._reports else 0
+        return len(values) == 1 + len(self.written.variables) and values[0].shape[0] == size
 
     def __call__(
         self,
@@ -98,14 +113,16 @@ class ModelStep:
             with _internals.without_replica_scaling():
                 y_pred = self._forward(micro_batch)
                 self._collect(micro_batch, y_pred, whole)
+                reported.append(self._report(values[0], whole))
                 return self._metrics(micro_batch, y_pred)
 
-        result = stateless.run(code, self.written, values, alone, dropout, weights)
+        reported: List[Optional[Tensor]] = []
+        result = stateless.run(code, self.written, values[1:], alone, dropout, weights)
         return Outcome(
             losses=self._trained_parts(whole) if self.training else [],
             counts=[count.own for count in self.counts],
             reported=[ops.stop_gradient(term.reported) for term in self.terms],
-            written=result.written,
+            written=[reported[-1], *result.written],
             moments=result.moments,
             logs=tree.map_structure(ops.convert_to_tensor, result.value),
         )
@@ -117,6 +134,22 @@ class ModelStep:
         x, y, sample_weight = micro_batch
         with sequences.over_whole_sequences(self._uncut(micro_batch)):
             return self.model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+    def _report(self, so_far: Tensor, whole: Whole) -> Optional[Tensor]:
+        """Tells Keras the losses so far, if anybody asks. At the end of the batch they are right."""
+        if not self._reports:
+            return None
+        dtype = keras.config.floatx()
+        own = [*(term.reported for term in self.terms), *(count.own for count in self.counts)]
+        total = ops.stack([ops.stop_gradient(ops.cast(value, dtype)) for value in own])
+        total = total if so_far.shape[0] == 0 else so_far + total
+        sums = [total[i] for i in range(len(own))]
+        numerators, denominators = sums[: len(self.terms)], sums[len(self.terms) :]
+        values = report.values_of(
+            self.terms, self.counts, numerators, denominators, self.regularization()
+        )
+        report.update_trackers(self, values, whole.examples)
+        return total
 
     def _uncut(self, micro_batch: Batch) -> Optional[Callable[[Tensor], Any]]:
         if self._uncut_fraction is None:
@@ -226,18 +259,12 @@ class ModelStep:
             overridden=self.is_overridden and weight is None,
         )
 
-    def unexplained(self, written: List[Optional[Tensor]]) -> List[str]:
+    def unexplained(self, written: Sequence[Optional[Tensor]]) -> List[str]:
         """The paths of variables that layers write once per micro-batch, for no known reason."""
-        changed = [v for v, value in zip(self.written.variables, written) if value is not None]
+        changed = [v for v, value in zip(self.written.variables, written[1:]) if value is not None]
         known = [v for layer in self.written.decaying for v in layer.non_trainable_variables]
         known += [v for v in changed if is_seed(v)]
         return [v.path for v in without(changed, [*self.model.metrics_variables, *known])]
-
-
-def overrides(model: Any, method: str) -> bool:
-    """Whether the model, or its class, brings its own version of a method of keras.Model."""
-    own_class = getattr(type(model), method) is not getattr(keras.Model, method)
-    return own_class or method in vars(model)
 
 
 def inputs_of(model: Any) -> List[Any]:
@@ -256,12 +283,6 @@ def all_variables(model: Any) -> List[Variable]:
     """The variables of a model, its metrics and its optimizer."""
     of_optimizer = model.optimizer.variables if model.optimizer else ()
     return [*model.variables, *model.metrics_variables, *of_optimizer]
-
-
-def trackers_of(model: Any) -> List[Any]:
-    """The metrics of reported losses: updated once per batch, with the value of the whole."""
-    compiled = None if overrides(model, "compute_loss") else _internals.compiled_loss(model)
-    return [_internals.loss_tracker(model), *(compiled.metrics if compiled else [])]
 
 
 def metrics_of(model: Any) -> List[Any]:

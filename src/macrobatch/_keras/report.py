@@ -1,34 +1,33 @@
 """What Keras is told of a batch: reported losses, metrics and logs, over all replicas."""
 
-from typing import List, Optional
+from typing import Any, List, NamedTuple, Optional, Sequence
 
 import keras
 from keras import ops
 
+from macrobatch import _internals
 from macrobatch._checks import warn_once
 from macrobatch._keras import checks
-from macrobatch._keras import model as model_room
 from macrobatch._keras.losses import Count, Term
 from macrobatch._keras.scope import Scope, read, shared
 from macrobatch._types import Engine, Logs, Size, Tensor
 
 
-class Reported:
-    """The reported values of a batch: the loss, and the terms that Keras tracks by themselves."""
+class Reported(NamedTuple):
+    """The reported values of a batch: the loss, and each term."""
 
-    def __init__(self, loss: Tensor, terms: List[Tensor]):
-        self.loss, self.terms = loss, terms
+    loss: Tensor
+    terms: List[Tensor]
 
 
-def reported(
+def values_of(
     terms: List[Term],
     counts: List[Count],
-    numerators: List[Tensor],
-    denominators: List[Tensor],
+    numerators: Sequence[Tensor],
+    denominators: Sequence[Tensor],
     penalty: Tensor,
-    engine: Engine,
 ) -> Reported:
-    """The reported values of the whole batch, from the sums over this replica's micro-batches.
+    """The reported values, from sums over micro-batches.
 
     Args:
         terms: of any micro-batch; only what all micro-batches have in common counts.
@@ -36,25 +35,33 @@ def reported(
         numerators: of the reported values of the terms.
         denominators: those that are counted.
         penalty: what weight regularisers add.
-        engine: the backend.
     """
-    dtype = keras.config.floatx()
-    sums = [ops.cast(value, dtype) for value in [*numerators, *denominators]]
-    sums = engine.sum_over_replicas(sums) if sums else []
-    numerators, denominators = sums[: len(terms)], sums[len(terms) :]
-    loss, tracked = penalty, []
+    loss, values = penalty, []
     for term, value in zip(terms, numerators):
         if term.count is not None:
             value = ops.divide_no_nan(value, denominators[term.count] + counts[term.count].padding)
         loss = loss + value * term.weight
-        tracked.append(value)
-    return Reported(loss, tracked)
+        values.append(value)
+    return Reported(loss, values)
+
+
+def update_trackers(step: Any, values: Reported, examples: Size) -> None:
+    """Tells Keras the reported values, as its own step tells those of the batch."""
+    tracker, *trackers = trackers_of(step.model)
+    tracker.update_state(values.loss, sample_weight=examples)
+    for metric, value, term in zip(trackers, values.terms, step.terms):
+        if term.is_tracked:
+            # Keras weights a scalar by the batch size only where the graph knows it.
+            known = isinstance(examples, int) or term.rank > 0
+            metric.update_state(value, sample_weight=examples if known else None)
 
 
 def finish(
-    step: "model_room.ModelStep",
-    values: Reported,
-    written: List[Optional[Tensor]],
+    step: Any,
+    penalty: Tensor,
+    numerators: Sequence[Tensor],
+    denominators: Sequence[Tensor],
+    written: Sequence[Optional[Tensor]],
     logs: Logs,
     examples: Size,
     engine: Engine,
@@ -62,26 +69,26 @@ def finish(
     """Updates the metrics of the losses, and returns the logs of the whole batch.
 
     Args:
-        step: the step, after its last run.
-        values: the reported values.
+        step: the step of the model, after its last run.
+        penalty: what weight regularisers add to the loss.
+        numerators: of the reported values, summed over this replica's micro-batches.
+        denominators: those that are counted, likewise.
         written: what the step's variables are after the last micro-batch, where they changed.
         logs: those of the last micro-batch.
         examples: the number of examples; in a replica, of its own.
         engine: the backend.
     """
-    model, variables = step.model, step.written.variables
-    changed = [(v, value) for v, value in zip(variables, written) if value is not None]
-    tracker, *trackers = model_room.trackers_of(model)
-    with Scope([v for v, _ in changed], [value for _, value in changed]) as scope:
-        tracker.update_state(values.loss, sample_weight=examples)
-        for metric, value, term in zip(trackers, values.terms, step.terms):
-            if term.is_tracked:
-                # Keras weights a scalar by the batch size only where the graph knows it.
-                known = isinstance(examples, int) or term.rank > 0
-                metric.update_state(value, sample_weight=examples if known else None)
+    model, dtype = step.model, keras.config.floatx()
+    sums = [ops.cast(value, dtype) for value in [*numerators, *denominators]]
+    sums = engine.sum_over_replicas(sums) if sums else []
+    count = len(numerators)
+    values = values_of(step.terms, step.counts, sums[:count], sums[count:], penalty)
+    changed = [(v, new) for v, new in zip(step.written.variables, written) if new is not None]
+    with Scope([v for v, _ in changed], [new for _, new in changed]) as scope:
+        update_trackers(step, values, examples)
         if engine.replicas() == 1:
             results = model.get_metrics_result()
-    of_trackers = [v for metric in (tracker, *trackers) for v in metric.variables]
+    of_trackers = [v for metric in trackers_of(model) for v in metric.variables]
     found = [scope.get_current_value(variable) for variable in of_trackers]
     if engine.replicas() > 1:
         metrics = list(model.metrics_variables)
@@ -93,3 +100,15 @@ def finish(
     for variable, value in zip(of_trackers, found):
         variable.assign(value)
     return {name: results.get(name, value) for name, value in logs.items()}
+
+
+def overrides(model: Any, method: str) -> bool:
+    """Whether the model, or its class, brings its own version of a method of keras.Model."""
+    own_class = getattr(type(model), method) is not getattr(keras.Model, method)
+    return own_class or method in vars(model)
+
+
+def trackers_of(model: Any) -> List[Any]:
+    """The metrics of reported losses: updated once per batch, with the value of the whole."""
+    compiled = None if overrides(model, "compute_loss") else _internals.compiled_loss(model)
+    return [_internals.loss_tracker(model), *(compiled.metrics if compiled else [])]

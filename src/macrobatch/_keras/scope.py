@@ -67,6 +67,7 @@ class Written:
         pooled: BatchNormalization layers whose moving statistics move once per batch, by the
             moments of the whole batch; and whether their inputs have a mask.
         decaying: those whose moving statistics move once per micro-batch.
+        passing: variables whose values after a run are of no use.
         drew: whether the last run drew random numbers that dropout does not draw.
     """
 
@@ -75,6 +76,7 @@ class Written:
         self.variables = unique(without(variables, self._trained))
         self.pooled: Dict[Any, bool] = {}
         self.decaying: List[Any] = []
+        self.passing: List[Variable] = []
         self.drew = False
 
     def values(self) -> List[Tensor]:
@@ -101,11 +103,9 @@ class Written:
                     self.decaying.append(layer)
         unseen = without(scope.written.values(), self.variables)
         self.variables += unseen
-        moving = {id(v) for layer in self.pooled for v in batch_norm.statistics(layer)}
-        written = [
-            scope.get_current_value(v) if id(v) in scope.written and id(v) not in moving else None
-            for v in self.variables
-        ]
+        moving = [v for layer in self.pooled for v in batch_norm.statistics(layer)]
+        kept = {id(v) for v in without(scope.written.values(), [*moving, *self.passing])}
+        written = [scope.get_current_value(v) if id(v) in kept else None for v in self.variables]
         moments = [
             calls_of[layer][0].moments if layer in calls_of else batch_norm.nothing(layer)
             for layer in self.pooled

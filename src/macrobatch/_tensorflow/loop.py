@@ -40,7 +40,7 @@ class Loop:
         step: Step,
         micro_batches: MicroBatches,
         values: Callable[[], List[Tensor]] = list,
-        size: Callable[[], int] = int,
+        fits: Callable[[List[Tensor]], bool] = lambda values: True,
         jit_compile: bool = False,
         apart: bool = False,
     ):
@@ -50,13 +50,13 @@ class Loop:
             step: the step.
             micro_batches: the batch, and how it is cut.
             values: a function that reads the variables whose values go into the step.
-            size: a function that tells how many there are. A run may find more of them: the step
-                is traced again then.
+            fits: a function that tells whether values are all that must go into the step. A run
+                may find more: the step is traced again then.
             jit_compile: whether XLA compiles the step, and not what is around it.
             apart: whether the step gets no counts, in a graph too.
         """
         self._step, self._micro_batches, self._apart = step, micro_batches, apart
-        self._read, self._size, self._jit_compile = values, size, jit_compile
+        self._read, self._fits = values, fits
         self.values = values()
         self._aux: Any = ()
         if not tf.executing_eagerly():
@@ -72,7 +72,7 @@ class Loop:
             if len(self._micro_batches.runs) > 1:  # full micro-batches and a tail, of one trace
                 first = graph.specs_of(first, any_size=True)
             traced = Traced(self._step_in_graph, first, self.values, counts)
-            if self._size() <= len(self.values):
+            if self._fits(self.values):
                 return traced
             self.values = self._read()
 
@@ -135,7 +135,7 @@ class Loop:
         return list(self._run_in_graph(call, counting(self.like), ones).counts)
 
     def _run_traced(self) -> Part:
-        return Loop(self._step, self._micro_batches, self._read, self._size, apart=True).run()
+        return Loop(self._step, self._micro_batches, self._read, self._fits, apart=True).run()
 
     def part(self, micro_batch: Batch, values: List[Tensor], counts: Sequence[float]) -> Part:
         """The part of one micro-batch, for these values and counts."""

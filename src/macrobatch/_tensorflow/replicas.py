@@ -192,7 +192,6 @@ def max_over_replicas(values: List[Any]) -> List[Any]:
     return [tf.cast(tf.reshape(f, tf.shape(v)), v.dtype) for f, v in zip(found, values)]
 
 
-
 def variable(
     strategy: Any, shape: Sequence[Optional[int]], dtype: Any, name: str, summed: bool = True
 ) -> Any:
