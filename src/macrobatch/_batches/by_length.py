@@ -17,9 +17,11 @@ from macrobatch._batches import checks
 from macrobatch._batches.sequences import (
     Sequences,
     Truth,
+    larger,
     largest,
     same,
     size_along,
+    smaller,
 )
 from macrobatch._types import Batch, BatchEngine, MicroBatches, Run, Size, Tensor
 
@@ -58,11 +60,11 @@ class ByLength(MicroBatches):
         # Numbers on which the sizes of other tensors depend are needed on the host.
         with engine.on_host():
             self.order = ops.argsort(-lengths)
-            lengths = ops.maximum(ops.take(lengths, self.order), 1)
+            lengths = larger(ops.take(lengths, self.order), 1)
             if few_shapes:
                 lengths = _rounded_up(lengths)
             if isinstance(sequences.size, int) or not few_shapes:
-                lengths = ops.minimum(lengths, ops.maximum(sequences.size, 1))
+                lengths = smaller(lengths, larger(sequences.size, 1))
             # One more, since a replica without examples asks for a first micro-batch too.
             self.lengths = ops.concatenate([lengths, ops.ones([1], lengths.dtype)], 0)
             starts, count = self._starts()
@@ -115,7 +117,7 @@ class ByLength(MicroBatches):
         if self._tokens is None:
             assert self._size is not None
             return self._size
-        return ops.maximum(self._tokens // ops.maximum(length, 1), 1)
+        return larger(self._tokens // larger(length, 1), 1)
 
     def _starts(self) -> Any:
         """Where micro-batches start, one after the other, and how many there are."""

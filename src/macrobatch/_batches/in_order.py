@@ -5,6 +5,7 @@ from typing import List, Tuple
 from keras import ops, tree
 
 from macrobatch._batches import checks
+from macrobatch._batches.sequences import larger, smaller
 from macrobatch._types import Batch, BatchEngine, MicroBatches, Run, Size
 
 
@@ -37,8 +38,8 @@ def runs_of(examples: Size, micro_batch_size: int, static: bool) -> List[Run]:
         return [Run(0, size, full + 1, static=False)]
     if static:
         # To a compiler these are constants. A tail that turns out to be empty runs no iteration.
-        some = ops.minimum(micro_batch_size, examples)
-        full, rest = examples // ops.maximum(some, 1), examples % ops.maximum(some, 1)
+        some = smaller(micro_batch_size, examples)
+        full, rest = examples // larger(some, 1), examples % larger(some, 1)
         count = ops.cast(rest > 0, "int32")
         return [Run(0, some, full, static=True), Run(full * some, rest, count, static=True)]
     count = (examples + micro_batch_size - 1) // micro_batch_size

@@ -7,6 +7,7 @@ from typing import Callable, Dict, List, NamedTuple, Tuple
 from keras import ops
 
 from macrobatch._batches.by_length import ByLength
+from macrobatch._batches.sequences import larger, smaller
 from macrobatch._types import Batch, Size, Tensor
 
 # What comes of a micro-batch, by name: the loss, and metrics.
@@ -66,13 +67,13 @@ def comparison_of(micro_batches: ByLength) -> Comparison:
     examples, size = micro_batches.examples, micro_batches.sequences.size
     most = micro_batches.examples_at(size)
     if not micro_batches.sequences.ragged:
-        start = ops.maximum(examples - most, 0)
+        start = larger(examples - most, 0)
         lengths = [micro_batches.lengths[start], *micro_batches.longer()]
         differ = ops.any(ops.stack([ops.not_equal(length, size) for length in lengths]))
         return Comparison(micro_batches, start, examples, ops.logical_and(differ, start < examples))
     # Rows are padded only by a longer one beside them: the last one that is longer than others.
     lengths = micro_batches.lengths[:examples]
     longer = ops.sum(ops.cast(lengths > micro_batches.lengths[examples - 1], "int32"))
-    start = ops.maximum(longer - 1, 0)
-    end = ops.minimum(start + ops.maximum(most, 2), examples)
+    start = larger(longer - 1, 0)
+    end = smaller(start + larger(most, 2), examples)
     return Comparison(micro_batches, start, end, longer > 0)

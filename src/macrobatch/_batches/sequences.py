@@ -150,6 +150,18 @@ def size_along(axis: int, leaf: Tensor) -> Size:
     return int(size) if isinstance(size, int) else size
 
 
+def larger(size: Size, other: Size) -> Size:
+    """The larger of two sizes."""
+    return largest([size, other])
+
+
+def smaller(size: Size, other: Size) -> Size:
+    """The smaller of two sizes."""
+    if isinstance(size, int) and isinstance(other, int):
+        return min(size, other)
+    return ops.minimum(ops.cast(size, "int32"), ops.cast(other, "int32"))
+
+
 def same(size: Size, other: Size) -> Truth:
     """Whether two sizes are equal."""
     known = isinstance(size, int) and isinstance(other, int)
@@ -182,8 +194,9 @@ def opposite(truth: Truth) -> Truth:
 
 def largest(sizes: List[Size]) -> Size:
     """The largest of some sizes."""
-    known = all(isinstance(size, int) for size in sizes)
-    return max(sizes) if known else ops.max(ops.stack(sizes))
+    if all(isinstance(size, int) for size in sizes):
+        return max(sizes)
+    return functools.reduce(ops.maximum, [ops.cast(size, "int32") for size in sizes])
 
 
 def _dtype(leaf: Tensor) -> str:

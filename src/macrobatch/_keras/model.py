@@ -136,7 +136,7 @@ class ModelStep:
             return self.model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
     def _report(self, so_far: Tensor, whole: Whole) -> Optional[Tensor]:
-        """Tells Keras the losses so far, if anybody asks. At the end of the batch they are right."""
+        """Tells Keras the losses so far, if anybody asks. At the batch's end they are right."""
         if not self._reports:
             return None
         dtype = keras.config.floatx()
