@@ -16,7 +16,8 @@ from macrobatch._fit import steps as _steps
 from macrobatch._keras import model as _model
 from macrobatch._tensorflow import checks as _replica_checks
 from macrobatch._tensorflow import replicas as _replicas
-from macrobatch._workers import wait as _cluster
+from macrobatch._workers import callbacks as _callbacks
+from macrobatch._workers import checks as _worker_checks
 
 Model = TypeVar("Model")
 
@@ -165,8 +166,8 @@ class _Accumulation(_steps.Steps):
         call = inspect.signature(fit).bind(self.model, *args, **kwargs)
         call.apply_defaults()
         if _replicas.has_several_workers(self.strategy):
-            _replica_checks.shuffles_alike(call.arguments["x"], call.arguments["shuffle"])
-        callbacks = _cluster.callbacks_of(self.strategy, call.arguments["callbacks"])
+            _worker_checks.shuffles_alike(call.arguments["x"], call.arguments["shuffle"])
+        callbacks = _callbacks.callbacks_of(self.strategy, call.arguments["callbacks"])
         call.arguments["callbacks"] = callbacks
         return fit(*call.args, **call.kwargs)
 
@@ -176,7 +177,7 @@ class _Accumulation(_steps.Steps):
         _replica_checks.fits_replicas(model, strategy)
         self.check_scope()
         if iterator is not None and _replicas.has_several_workers(strategy):
-            _cluster.check_length(iterator.data_adapter.get_tf_dataset())
+            _callbacks.check_length(iterator.data_adapter.get_tf_dataset())
         with strategy.scope():
             if not _model.is_built(model):
                 self._dry_run(iterator, data_batch)
