@@ -14,10 +14,9 @@ import tensorflow as tf
 from worker_cases import CASES, WORKERS
 
 import macrobatch
-from macrobatch._tensorflow import checks as _replica_checks
+from macrobatch._workers import checks
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-LAUNCHER = os.path.join(HERE, "..", "src", "macrobatch", "cli.py")
 # The number of devices of each worker, and the cases. All of them in one run, and so in one test:
 # starting workers takes a while.
 LAYOUTS = [
@@ -35,7 +34,7 @@ def environment():
 
 def run_workers(script, *arguments, devices):
     """Runs a script with `macrobatch run`."""
-    command = [sys.executable, LAUNCHER, "run", "--workers", WORKERS]
+    command = [sys.executable, "-m", "macrobatch", "run", "--workers", WORKERS]
     command += ["--devices-per-worker", devices, os.path.join(HERE, script), *arguments]
     return subprocess.run(
         [str(part) for part in command],
@@ -74,30 +73,30 @@ def check_files(results):
 
 def test_backups_in_the_middle_of_an_epoch():
     with pytest.raises(ValueError, match=r'Received: save_freq=5\. Expected: save_freq="epoch"'):
-        _replica_checks.backup("folder", 5)
+        checks.backup("folder", 5)
 
 
 def test_backups_that_could_not_be_restored():
     with pytest.raises(ValueError, match=r"Received: backup_dir='a\[1\]'"):
-        _replica_checks.backup("a[1]", "epoch")
+        checks.backup("a[1]", "epoch")
 
 
 def test_datasets_of_which_keras_would_leave_out_a_part():
-    _replica_checks.length_of_dataset(4, True)
-    _replica_checks.length_of_dataset(tf.data.INFINITE_CARDINALITY, False)
+    checks.length_of_dataset(4, True)
+    checks.length_of_dataset(tf.data.INFINITE_CARDINALITY, False)
     with pytest.raises(ValueError, match=r"Received: 4 batches.*steps_per_epoch="):
-        _replica_checks.length_of_dataset(4, False)
+        checks.length_of_dataset(4, False)
 
 
 def test_workers_must_shuffle_alike():
     x = np.zeros([4, 2])
     keras.utils.set_random_seed(1)
-    _replica_checks.shuffles_alike(x, True)
+    checks.shuffles_alike(x, True)
     tf.random.set_seed(None)
-    _replica_checks.shuffles_alike(x, False)
-    _replica_checks.shuffles_alike(tf.data.Dataset.from_tensors(x), True)
+    checks.shuffles_alike(x, False)
+    checks.shuffles_alike(tf.data.Dataset.from_tensors(x), True)
     with pytest.warns(macrobatch.ExactnessWarning, match="set_random_seed"):
-        _replica_checks.shuffles_alike({"a": x}, True)
+        checks.shuffles_alike({"a": x}, True)
 
 
 @pytest.mark.parametrize("save_freq", ["epoch", 3])
