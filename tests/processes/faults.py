@@ -43,6 +43,7 @@ def train(folder, pipe):
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(16)  # see conftest.py
     macrobatch.wait_for_workers(60)
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     keras.utils.set_random_seed(7)

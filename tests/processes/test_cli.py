@@ -425,14 +425,13 @@ def test_a_failure_ends_a_run_whose_output_nobody_reads_yet(script, tmp_path):
 
 
 def test_a_pipe_that_others_have_made_non_blocking(script):
-    script("print(1_000_000 * 'x')")
+    script("for i in range(10_000): print(100 * 'x')")
     reading, writing = os.pipe()
     os.set_blocking(writing, False)
-    with subprocess.Popen(
-        [*launcher_with(), "--workers", "1", "script.py"], stdout=writing
-    ) as launcher, open(reading, "rb") as output:
+    command = [*launcher_with(), "--workers", "1", "script.py"]
+    with subprocess.Popen(command, stdout=writing) as launcher, open(reading, "rb") as output:
         os.close(writing)
-        assert len(output.read()) == 1_000_000 + len("[worker 0] \n")
+        assert output.read() == (b"[worker 0] " + 100 * b"x" + b"\n") * 10_000
     assert launcher.returncode == 0
 
 

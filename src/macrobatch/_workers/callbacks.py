@@ -43,6 +43,11 @@ def check_length(dataset: Any) -> None:
         checks.length_of_dataset(int(dataset.cardinality()), is_sharded)
 
 
+# What TensorFlow raises for a file that is gone, cut off or damaged. A model that does not fit the
+# backup raises something else.
+_UNREADABLE = (tf.errors.OpError, IndexError, OSError, RuntimeError)
+
+
 class _Backup(keras.callbacks.Callback):
     """BackupAndRestore for several workers, of which any may be killed at any moment.
 
@@ -82,7 +87,7 @@ class _Backup(keras.callbacks.Callback):
         """Takes all values from a backup. Returns the error if the backup cannot be read."""
         try:
             self._checkpoint().read(self._path(epoch)).assert_consumed()
-        except tf.errors.OpError as error:
+        except _UNREADABLE as error:
             return error
         return None
 

@@ -86,7 +86,7 @@ class _Meeting:
         self._over.set()
         # The strategy's server will listen at the same address, which must be free by then. After
         # an error, the thread may be stuck where it resolves a name.
-        self._answering.join(None if error_type is None else 1.0)
+        self._answering.join(None if error_type is None else 4 * _TICK)
 
     def wait(self) -> None:
         """Waits for all. Nobody goes on before everybody has greeted and has been greeted."""
@@ -247,19 +247,25 @@ def _bound(places: List[Any]) -> List[socket.socket]:
         sockets = []
         for family, place in places:
             try:
-                each = opened.enter_context(socket.socket(family))
-                each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if family == socket.AF_INET6:  # IPv4 has a socket of its own
-                    each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-                each.bind(place)
-                each.listen(128)
-                each.setblocking(False)
-                sockets.append(each)
+                sockets.append(opened.enter_context(_bound_at(family, place)))
             except OSError as error:
                 if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
                     raise
         opened.pop_all()
     return sockets
+
+
+def _bound_at(family: int, place: Any) -> socket.socket:
+    with contextlib.ExitStack() as opened:
+        each = opened.enter_context(socket.socket(family))
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:  # IPv4 has a socket of its own
+            each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        each.bind(place)
+        each.listen(128)
+        each.setblocking(False)
+        opened.pop_all()
+    return each
 
 
 def _is_literal(host: str) -> bool:
