@@ -2,6 +2,8 @@
 
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -55,3 +57,12 @@ def test_a_writer_does_not_wait_for_the_reader():
     with pytest.raises(BrokenPipeError):
         writer.has_room()
     os.close(writing)
+
+
+@pytest.mark.parametrize("stderr", [subprocess.STDOUT, subprocess.PIPE])
+def test_one_pipe_for_both_outputs_has_one_writer(stderr):
+    """Two would write at the same time, and a pipe takes a long line in pieces."""
+    program = "from macrobatch._workers import output; w = output.writers(); print(w[1] is w[2])"
+    command = [sys.executable, "-c", program]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=stderr, text=True, check=True)
+    assert result.stdout == f"{stderr == subprocess.STDOUT}\n"
