@@ -62,8 +62,8 @@ def train(folder, pipe):
     backup = keras.callbacks.BackupAndRestore(os.path.join(folder, "backup"))
     callbacks = [Tell(pipe), backup]
     y = np.sin(x.sum(1, keepdims=True))
-    # An epoch is the whole data. Arrays would have a new iterator in each epoch, and TensorFlow takes
-    # up to seconds to end the one before.
+    # An epoch is the whole data. Arrays would have a new iterator in each epoch, and TensorFlow
+    # takes up to seconds to end the one before.
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).repeat()
     options = {"epochs": EPOCHS, "steps_per_epoch": STEPS, "shuffle": False, "verbose": 0}
     model.fit(dataset, callbacks=callbacks, **options)
