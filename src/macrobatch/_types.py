@@ -67,9 +67,21 @@ class Part(NamedTuple):
     aux: Any = ()
 
 
+class How(NamedTuple):
+    """How a step is to run.
+
+    Attributes:
+        alone: whether replicas must not meet in it.
+        drops: whether dropout drops anything.
+    """
+
+    alone: bool = False
+    drops: bool = True
+
+
 # A function of a micro-batch, of the values of the step's variables, of the counts of the whole
-# batch (None if they are not known), and of whether replicas must not meet in it.
-Step = Callable[[Batch, List[Tensor], Optional[Tensor], bool], Part]
+# batch (None if they are not known), and of how to run.
+Step = Callable[[Batch, List[Tensor], Optional[Tensor], How], Part]
 
 
 class Run(NamedTuple):

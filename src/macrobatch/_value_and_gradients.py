@@ -16,7 +16,7 @@ from macrobatch._tensorflow import graph, replicas, sums, trial
 from macrobatch._tensorflow import loss_fn as loss_fns
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.loop import Loop, after, gradients_of
-from macrobatch._types import Batch, Part, Tensor, names
+from macrobatch._types import Batch, How, Part, Tensor, names
 
 
 def value_and_gradients(
@@ -136,16 +136,10 @@ def _value_and_gradients(
     user_fn, loss_fn = loss_fn, _converted(loss_fn, status)
     written = Written([], trained)
 
-    def step(micro_batch: Batch, values: Any, counts: Any, alone: bool) -> Part:
-        dropout, scale, *own = values
+    def step(micro_batch: Batch, values: Any, counts: Any, how: How) -> Part:
+        scale, *own = values
         with tf.GradientTape() as tape, tf.GradientTape() as tape_of_weights:
-            result = stateless.run(
-                lambda: loss_fn(micro_batch),
-                written,
-                own,
-                alone,
-                dropout if micro_batches.has_lengths else None,
-            )
+            result = stateless.run(lambda: loss_fn(micro_batch), written, own, *how)
             value, aux = loss_fns.with_aux(result.value) if has_aux else (result.value, ())
             mean = loss_fns.mean_of(value, ENGINE.examples(micro_batch))
             # Losses are divided by about the denominator of the whole batch before the backward
@@ -164,23 +158,32 @@ def _value_and_gradients(
             of_numerator = [sums.scaled(sums.widened(g), there) for g in of_numerator]
         return Part(
             [numerator, denominator, *of_numerator, *of_denominator],
-            written=[None, scale, *result.written],
+            written=[scale, *result.written],
             moments=result.moments,
             aux=aux,
         )
 
     def values() -> List[Tensor]:
-        # A factor for all rates of dropout, and no scale yet.
-        return [tf.ones([]), tf.zeros([]), *written.values()]
+        return [tf.zeros([]), *written.values()]  # no scale yet
 
     def fits(values: List[Tensor]) -> bool:
-        return len(values) == 2 + len(written.variables)
+        return len(values) == 1 + len(written.variables)
 
     def outcome(micro_batch: Batch) -> trial.Found:
-        start = [tf.zeros([]), tf.ones([]), *loop.values[2:]]
-        return {"loss": trial.comparable(loop.part(micro_batch, start, []).sums)}
+        part = loop.part(micro_batch, [], written.dropped)
+        # The scale is about the denominator of a batch like this micro-batch.
+        scale = tf.cast(part.written[0], part.sums[0].dtype)
+        means = [mean * scale for mean in part.sums[:2]]
+        return {"loss": [*means, *(g * scale for g in trial.comparable(part.sums[2:]))]}
 
-    with batch_checks.explaining(micro_batches, lambda like: _dry_run(loss_fn, trained, like)):
+    def dry_run(like: Batch) -> None:
+        _dry_run(loss_fn, trained, like)
+
+    with batch_checks.explaining(micro_batches, dry_run):
+        likes = micro_batches.whole_and_shorter()
+        if likes is not None and not tf.executing_eagerly():
+            # TensorFlow notices while it traces what does not fit sequences of a known length.
+            dry_run(likes[1])
         loop = Loop(step, micro_batches, values, fits, jit_compile)
         check = trial.Trial(
             [outcome],
@@ -192,7 +195,7 @@ def _value_and_gradients(
         trial.check_once(user_fn, weights, micro_batches, check)
         part = loop.run([], _synchronized(written))
     _warn(written)
-    (numerator, denominator, *gradients), scale = part.sums, part.written[1]
+    (numerator, denominator, *gradients), scale = part.sums, part.written[0]
     scale = tf.cast(scale, denominator.dtype)
     whole = replicas.sum_over_replicas([numerator * scale, denominator * scale])
     loss = tf.math.divide_no_nan(*whole)
@@ -204,7 +207,7 @@ def _value_and_gradients(
         gradient = sums.merge_rows(sums.scaled(gradient, factor))
         found.append(sums.cast(gradient, weight.dtype))
     with after((loss, found, part)):
-        written.write(part.written[2:], part.moments, ENGINE)
+        written.write(part.written[1:], part.moments, ENGINE)
     found = tf.nest.pack_sequence_as(variables, found)
     return ((loss, part.aux) if has_aux else loss), found
 

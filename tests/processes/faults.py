@@ -43,6 +43,7 @@ def train(folder, pipe):
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(16)  # see conftest.py
     macrobatch.wait_for_workers(60)
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     keras.utils.set_random_seed(7)
@@ -61,8 +62,11 @@ def train(folder, pipe):
     backup = keras.callbacks.BackupAndRestore(os.path.join(folder, "backup"))
     callbacks = [Tell(pipe), backup]
     y = np.sin(x.sum(1, keepdims=True))
-    options = {"batch_size": 8, "epochs": EPOCHS, "shuffle": False, "verbose": 0}
-    model.fit(x, y, callbacks=callbacks, **options)
+    # An epoch is the whole data. Arrays would have a new iterator in each epoch, and TensorFlow
+    # takes up to seconds to end the one before.
+    dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8).repeat()
+    options = {"epochs": EPOCHS, "steps_per_epoch": STEPS, "shuffle": False, "verbose": 0}
+    model.fit(dataset, callbacks=callbacks, **options)
     if strategy.cluster_resolver.task_id == 0:
         variables = [*model.variables, *model.optimizer.variables]
         with open(os.path.join(folder, "end.pickle"), "wb") as file:

@@ -14,23 +14,26 @@ import time
 from subprocess import PIPE
 
 import pytest
-from tensorflow.python.distribute import collective_all_reduce_strategy
 
-from macrobatch import cli
+import macrobatch
 
 pytestmark = pytest.mark.skipif(os.name != "posix", reason="macrobatch run is for Linux and macOS")
 
-# By its path, the launcher starts without importing the package, and so TensorFlow. A test suite in
-# the background of a shell ignores Ctrl-C, which processes inherit: the first lines undo that.
-LAUNCH = [
-    sys.executable,
-    "-c",
-    "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
-    "os.execv(sys.executable, [sys.executable, *sys.argv[1:]])",
-    cli.__file__,
-    "run",
-]
 DEADLINE = 120  # seconds
+
+
+def launcher_with(grace=5.0):
+    """The command `macrobatch run`. Workers that ignore signals need not be given much time.
+
+    A test suite in the background of a shell ignores Ctrl-C, which processes inherit.
+    """
+    program = (
+        "import signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); "
+        "from macrobatch import cli; from macrobatch._workers import launch; "
+        f"launch.GRACE_SECONDS = {grace}; sys.exit(cli.main())"
+    )
+    return [sys.executable, "-c", program, "run"]
+
 
 HEADER = """
 import json, os, signal, subprocess, sys, time
@@ -59,18 +62,23 @@ def script(tmp_path, monkeypatch):
     return write
 
 
-def run(*arguments):
-    return subprocess.run([*LAUNCH, *arguments], capture_output=True, timeout=DEADLINE)
+def run(*arguments, **options):
+    options = {"stdout": PIPE, "stderr": PIPE, "timeout": DEADLINE, **options}
+    return subprocess.run([*launcher_with(), *arguments], **options)
 
 
 @contextlib.contextmanager
-def launched(*arguments):
+def launched(*arguments, **options):
     """A launcher, for tests that do something to it. It does not outlive a test that fails."""
-    with subprocess.Popen([*LAUNCH, *arguments], stdout=PIPE, stderr=PIPE) as launcher:
+    command = [*launcher_with(**options), *arguments]
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE) as launcher:
         try:
             yield launcher
         finally:
             launcher.kill()
+            # Or workers that are blocked would wait for somebody to read.
+            launcher.stdout.close()
+            launcher.stderr.close()
 
 
 def last_line(result):
@@ -216,7 +224,7 @@ def test_the_first_failing_worker_has_the_last_word(script):
     assert lines[0] == "macrobatch: worker 1 failed, stopping the others"
     assert "[worker 0] RuntimeError: the peer is gone" in lines
     assert "[worker 2] RuntimeError: the peer is gone" in lines
-    assert [line for line in lines if "_worker.py" in line] == []
+    assert [line for line in lines if os.path.join("_workers", "script.py") in line] == []
     assert lines[-4:] == [
         "[worker 1] Traceback (most recent call last):",
         f'[worker 1]   File "{os.path.realpath("script.py")}", line 20, in <module>',
@@ -242,7 +250,7 @@ STUBBORN = """
 )
 def test_no_process_is_left_behind(script, tmp_path, ending, code):
     script(STUBBORN)
-    with launched("--workers", "2", "script.py") as launcher:
+    with launched("--workers", "2", "script.py", grace=0.2) as launcher:
         wait_until(lambda: len(list(tmp_path.glob("*.started"))) == 2)
         groups = [int(file.name.split()[0]) for file in tmp_path.glob("*.started")]
         assert all(size(group) >= 2 for group in groups)
@@ -343,8 +351,157 @@ def test_each_worker_has_gpus_of_its_own(script, monkeypatch, tmp_path, visible,
     assert lines == [f"[worker {i}] <{gpus}>" for i, gpus in enumerate(expected)]
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_workers_and_their_devices_are_replicas_of_one_strategy(script, devices):
+def test_a_long_line_is_passed_on_whole(script):
+    script("print('x' * 3_000_000); print('after')")
+    result = run("--workers", "1", "script.py")
+    assert result.stdout == b"[worker 0] " + b"x" * 3_000_000 + b"\n[worker 0] after\n"
+
+
+def test_long_lines_of_both_outputs_do_not_mix_in_one_pipe(script):
+    script(
+        """
+        for i in range(20):
+            print("<" + "o" * 200_000 + ">")
+            print("<" + "e" * 200_000 + ">", file=sys.stderr)
+        """
+    )
+    result = run("--workers", "2", "script.py", stderr=subprocess.STDOUT)
+    lines = sorted(result.stdout.decode().splitlines())
+    expected = [f"[worker {i}] <{kind * 200_000}>" for i in (0, 1) for kind in "eo"]
+    assert lines == [line for line in expected for _ in range(20)]
+
+
+FLOOD = """
+    if me == 1:
+        wait_for("fail")
+        os.kill(os.getpid(), signal.SIGKILL)
+    touch(f"{os.getpid()}.pid")
+    for i in range(64_000):
+        print(f"{i:05} " + 1_000 * "x")
+        if i % 10 == 0:
+            with open("count", "w") as file:
+                file.write(str(i))
+"""
+
+
+def wait_for_standstill(path):
+    """Waits until nothing has been written there for a while."""
+    wait_until(lambda: path.exists() and path.read_text())
+    before = None
+    while before != path.read_text():
+        before = path.read_text()
+        time.sleep(0.5)
+    return int(before)
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_run_whose_output_nobody_reads(script, tmp_path, ending):
+    script(FLOOD)
+    with launched("--workers", "2", "script.py", grace=1) as launcher:
+        # The worker has to wait, too: what is not read is not kept.
+        assert wait_for_standstill(tmp_path / "count") < 10_000
+        group = int(next(tmp_path.glob("*.pid")).stem)
+        launcher.send_signal(ending)
+        assert launcher.wait(DEADLINE) == 128 + ending
+        assert launcher.stderr.read().startswith(b"macrobatch: stopping the workers on SIG")
+    wait_until(lambda: not size(group))
+
+
+def test_a_failure_ends_a_run_whose_output_nobody_reads_yet(script, tmp_path):
+    script(FLOOD)
+    with launched("--workers", "2", "script.py", grace=1) as launcher:
+        wait_for_standstill(tmp_path / "count")
+        group = int(next(tmp_path.glob("*.pid")).stem)
+        (tmp_path / "fail").touch()
+        wait_until(lambda: not size(group))
+        assert launcher.poll() is None, "output is lost"
+        output, errors = launcher.communicate(timeout=DEADLINE)
+    *lines, last = output.decode().splitlines()
+    assert lines == [f"[worker 0] {i:05} {1_000 * 'x'}" for i in range(len(lines))]
+    assert f"[worker 0] {len(lines):05} {1_000 * 'x'}".startswith(last)  # it was killed there
+    assert len(lines) > 1_000
+    assert errors.splitlines()[-1] == b"macrobatch: worker 1 was killed by SIGKILL"
+    assert launcher.returncode == 137
+
+
+def test_a_pipe_that_others_have_made_non_blocking(script):
+    script("for i in range(10_000): print(100 * 'x')")
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    command = [*launcher_with(), "--workers", "1", "script.py"]
+    with subprocess.Popen(command, stdout=writing) as launcher, open(reading, "rb") as output:
+        os.close(writing)
+        assert output.read() == (b"[worker 0] " + 100 * b"x" + b"\n") * 10_000
+    assert launcher.returncode == 0
+
+
+def test_output_that_nobody_wants_any_more(script):
+    script("while True: print('x')")
+    with launched("--workers", "1", "script.py") as launcher:
+        launcher.stdout.readline()
+        launcher.stdout.close()
+        assert launcher.wait(DEADLINE) == 128 + signal.SIGPIPE
+
+
+def with_descriptors(soft, opened=0):
+    """A program that runs its arguments with a limit, and with so many files open before."""
+    return [
+        sys.executable,
+        "-c",
+        "import os, resource, sys; hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]; "
+        f"resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, hard)); "
+        f"[os.dup(0) for _ in range({opened})]; "
+        f"[os.set_inheritable(i, True) for i in range(3, 3 + {opened})]; "
+        "os.execv(sys.argv[1], sys.argv[1:])",
+        *launcher_with(),
+    ]
+
+
+def test_descriptors_that_select_would_not_take(script):
+    """As of some 250 workers."""
+    resource = pytest.importorskip("resource")
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard != resource.RLIM_INFINITY and hard < 1200:
+        pytest.skip("this system does not allow so many open files")
+    script("print('here')")
+    result = subprocess.run(
+        [*with_descriptors(1200, opened=1050), "--workers", "2", "script.py"],
+        capture_output=True,
+        timeout=DEADLINE,
+    )
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert sorted(result.stdout.splitlines()) == [b"[worker 0] here", b"[worker 1] here"]
+
+
+def test_more_workers_than_files_may_be_open(script):
+    script("")
+    command = [*with_descriptors(200), "--workers", "300", "script.py"]
+    result = subprocess.run(command, capture_output=True, timeout=DEADLINE)
+    assert result.returncode == 2
+    assert b"Received: a limit of 200. Raise it with `ulimit -n 1232`" in result.stderr
+
+
+@pytest.mark.parametrize(
+    "command", [["-m", "macrobatch"], ["-c", "import macrobatch.cli as c; c.main()"]]
+)
+def test_the_version_without_tensorflow(tmp_path, monkeypatch, command):
+    (tmp_path / "tensorflow.py").write_text("raise ImportError('it takes seconds')")
+    monkeypatch.chdir(tmp_path)
+    result = subprocess.run([sys.executable, *command, "--version"], capture_output=True, text=True)
+    assert (result.stdout, result.stderr) == (f"macrobatch {macrobatch.__version__}\n", "")
+    assert result.returncode == 0
+
+
+def test_the_launcher_does_not_load_tensorflow():
+    program = (
+        "import sys, macrobatch.cli, macrobatch._workers.launch; "
+        "print(sorted({'tensorflow', 'keras', 'numpy'} & set(sys.modules)))"
+    )
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert result.stdout == b"[]\n"
+
+
+def test_workers_and_their_devices_are_replicas_of_one_strategy(script):
     script(
         """
         import tensorflow as tf
@@ -367,17 +524,16 @@ def test_workers_and_their_devices_are_replicas_of_one_strategy(script, devices)
         print(strategy.num_replicas_in_sync, weight.numpy())
         """
     )
-    result = run("--workers", "2", "--devices-per-worker", str(devices), "script.py")
+    result = run("--workers", "2", "--devices-per-worker", "2", "script.py")
     assert result.returncode == 0, result.stderr.decode()
     # The sum of 2 ** rank over all ranks is 2 ** replicas - 1.
-    line = f"{2 * devices} {2.0 - 2.0 ** (2 * devices)}"
-    assert sorted(result.stdout.decode().splitlines()) == [
-        f"[worker 0] {line}",
-        f"[worker 1] {line}",
-    ]
+    lines = [f"[worker {i}] 4 {2.0 - 2.0**4}" for i in (0, 1)]
+    assert sorted(result.stdout.decode().splitlines()) == lines
 
 
 def test_tensorflow_still_chooses_local_devices_where_the_worker_replaces_it():
+    from tensorflow.python.distribute import collective_all_reduce_strategy
+
     replaced = collective_all_reduce_strategy.CollectiveAllReduceExtended._initialize_local_devices
     parameters = list(inspect.signature(replaced).parameters)
     assert parameters == ["self", "cluster_resolver", "worker_device"]

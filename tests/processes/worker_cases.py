@@ -10,6 +10,7 @@ import contextlib
 import functools
 import os
 import pickle
+import shutil
 import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -22,10 +23,16 @@ from keras import layers
 import macrobatch
 
 CASES = {}
+RECORDS = {}  # functions of a strategy and a folder, which have no plain counterpart
 
 
 def case(function):
     CASES[function.__name__] = function
+    return function
+
+
+def record(function):
+    RECORDS[function.__name__] = function
     return function
 
 
@@ -335,6 +342,34 @@ def rows_of_which_nobody_has_any(strategy):
     return [table.numpy(), bias.numpy()]
 
 
+@case
+def a_backup_that_one_worker_cannot_read(strategy):
+    """All workers go on from the one before it."""
+    x, y = examples(8)
+    options = {"batch_size": 8, "shuffle": False, "verbose": 0}
+    if strategy is None:
+        model = model_of(strategy, mlp)
+        model.fit(x, y, epochs=4, **options)
+        return arrays(model)
+
+    def fit(folder, epochs):
+        model = model_of(strategy, mlp)
+        kept = {"double_checkpoint": True, "delete_checkpoint": False}
+        backup = keras.callbacks.BackupAndRestore(folder, **kept)
+        return model, model.fit(x, y, epochs=epochs, callbacks=[backup], **options)
+
+    shared = os.path.join(sys.argv[1], "double")
+    fit(shared, 3)
+    index = strategy.cluster_resolver.task_id
+    own = shutil.copytree(shared, f"{shared}-{index}")
+    if index == 1:
+        os.truncate(os.path.join(own, "epoch-3.index"), 50)
+    model, history = fit(own, 4)
+    assert history.epoch == [2, 3], history.epoch
+    return arrays(model)
+
+
+@record
 def files(strategy, folder):
     """What is there after a fit in which each worker has a folder of its own to write to."""
     x, y = examples(8)
@@ -361,6 +396,7 @@ def files(strategy, folder):
     return sorted(os.listdir(own)), seen
 
 
+@record
 def another_backup(strategy, folder):
     """What is said to a worker that finds another backup than the others: see `files`."""
     own = os.path.join(folder, f"files-{strategy.cluster_resolver.task_id}", "backup")
@@ -377,14 +413,14 @@ def main(folder, *names):
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(16)  # see conftest.py
     macrobatch.wait_for_workers()
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     results = {"replicas": strategy.num_replicas_in_sync}
-    for name in names or CASES:
+    for name in names or [*CASES, *RECORDS]:
         print(name, flush=True)
-        results[name] = CASES[name](strategy)
-    for run in (files, another_backup):
-        results[run.__name__] = run(strategy, folder)
+        is_case = name in CASES
+        results[name] = CASES[name](strategy) if is_case else RECORDS[name](strategy, folder)
     path = os.path.join(folder, f"{strategy.cluster_resolver.task_id}.pickle")
     with open(path, "wb") as file:
         pickle.dump(results, file)

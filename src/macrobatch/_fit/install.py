@@ -16,7 +16,8 @@ from macrobatch._tensorflow import checks as replica_checks
 from macrobatch._tensorflow import graph, replicas
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._types import Batch
-from macrobatch._workers import wait as callbacks
+from macrobatch._workers import callbacks
+from macrobatch._workers import checks as worker_checks
 
 
 class Accumulation(Steps):
@@ -76,7 +77,7 @@ class Accumulation(Steps):
         call = inspect.signature(fit).bind(self.model, *args, **kwargs)
         call.apply_defaults()
         if replicas.has_several_workers(self.strategy):
-            replica_checks.shuffles_alike(call.arguments["x"], call.arguments["shuffle"])
+            worker_checks.shuffles_alike(call.arguments["x"], call.arguments["shuffle"])
         own = callbacks.callbacks_of(self.strategy, call.arguments["callbacks"])
         call.arguments["callbacks"] = own
         return fit(*call.args, **call.kwargs)

@@ -3,7 +3,7 @@ padding. Where micro-batches are not made by length, there is nothing to do.
 """
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Dict, Iterator, List, Sequence
 
 import keras
 import tensorflow as tf
@@ -51,10 +51,6 @@ class Padding:
             batch, examples, ENGINE, batch, x, sample_weight, fixed, few_shapes, self._memory
         )
 
-    def dropout(self, values: List[Tensor]) -> Optional[Tensor]:
-        """The factor for rates of dropout, which a trial sets to 0; None if there is no trial."""
-        return None if self._cut.axis is None else values[0]
-
     def check(self, loop: Loop, model: ModelStep, micro_batches: MicroBatches) -> None:
         """Tries, once, whether anything depends on padding."""
         if not micro_batches.has_lengths:
@@ -79,8 +75,8 @@ class Padding:
 
     def _outcome(self, loop: Loop, model: ModelStep, micro_batch: Batch) -> trial.Found:
         """What a micro-batch comes to, by name: the loss with its gradients, and the metrics."""
-        # Over 1, shares are sums. Nothing is dropped.
-        part = loop.part(micro_batch, [tf.zeros([]), *loop.values[1:]], [1.0] * len(model.counts))
+        # Over 1, shares are sums.
+        part = loop.part(micro_batch, [1.0] * len(model.counts), model.written.dropped)
         return _found(model, trial.comparable(part.sums), part)
 
     @contextlib.contextmanager
@@ -129,8 +125,8 @@ def _of_moved_weights(loop: Loop, model: ModelStep, micro_batches: MicroBatches)
     def run(micro_batch: Batch) -> Part:
         weights = _moved([variable.value for variable in model.trained])
         whole = Whole(1, guesses=[])
-        outcome = model(micro_batch, loop.values[1:], whole, True, tf.zeros([]), weights)
-        return Part(outcome.reported, outcome.counts, [None, *outcome.written])
+        found = model(micro_batch, loop.values, whole, alone=True, drops=False, weights=weights)
+        return Part(found.reported, found.counts, found.written)
 
     def found(micro_batch: Batch) -> trial.Found:
         function: Any = run
@@ -148,7 +144,7 @@ def _of_moved_weights(loop: Loop, model: ModelStep, micro_batches: MicroBatches)
 def _found(model: ModelStep, sums: Sequence[Tensor], part: Part) -> trial.Found:
     dtype = keras.config.floatx()
     found = {"loss": [*sums, *(tf.cast(count, dtype) for count in part.counts)]}
-    after = dict(zip(map(id, model.written.variables), part.written[2:]))
+    after = dict(zip(map(id, model.written.variables), part.written[1:]))
     for metric in without(models.metrics_of(model.model), report.trackers_of(model.model)):
         # Not its result: what is wrong by a factor would go unnoticed there.
         values = [after.get(id(variable)) for variable in metric.variables]

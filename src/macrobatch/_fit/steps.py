@@ -18,7 +18,7 @@ from macrobatch._keras.model import ModelStep
 from macrobatch._tensorflow import graph, loop_checks, replicas, sums, update
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.loop import Loop, after, gradients_of
-from macrobatch._types import Batch, Gradient, Logs, MicroBatches, Part, Size, Tensor, Whole
+from macrobatch._types import Batch, Gradient, How, Logs, MicroBatches, Part, Size, Tensor, Whole
 
 
 class Steps:
@@ -56,11 +56,11 @@ class Steps:
             scaled_penalty = penalty * scale / replicas.count()  # this replica's part of it
         penalties = tape.gradient(scaled_penalty, weights)
 
-        def step(micro_batch: Batch, values: Any, counts: Optional[Tensor], alone: bool) -> Part:
+        def step(micro_batch: Batch, values: Any, counts: Optional[Tensor], how: How) -> Part:
             known = whole._replace(counts=counts)
             persistent = counts is None and self._has_parts
             with tf.GradientTape(persistent=persistent) as tape:
-                outcome = model(micro_batch, values[1:], known, alone, self.padding.dropout(values))
+                outcome = model(micro_batch, values, known, *how)
                 scaled = [loss * tf.cast(scale, loss.dtype) for loss in outcome.losses]
             self._has_parts = len(scaled) > 1
             gradients = [g for loss in scaled for g in gradients_of(tape, loss, weights)]
@@ -68,7 +68,7 @@ class Steps:
             return Part(
                 [*gradients, *outcome.reported],
                 outcome.counts,
-                [None, *outcome.written],
+                outcome.written,
                 outcome.moments,
                 latest,
             )
@@ -88,10 +88,9 @@ class Steps:
         micro_batches, whole = self._prepare(data, training=False)
         model = self._model_step(False, micro_batches)
 
-        def step(micro_batch: Batch, values: Any, counts: Optional[Tensor], alone: bool) -> Part:
-            outcome = model(micro_batch, values[1:], whole, alone)
-            written = [None, *outcome.written]
-            return Part(outcome.reported, outcome.counts, written, outcome.moments, outcome.logs)
+        def step(micro_batch: Batch, values: Any, counts: Optional[Tensor], how: How) -> Part:
+            found = model(micro_batch, values, whole, *how)
+            return Part(found.reported, found.counts, found.written, found.moments, found.logs)
 
         penalty = model.regularization()
         part = self._run(step, model, micro_batches)
@@ -137,16 +136,8 @@ class Steps:
 
     def _run(self, step: Any, model: ModelStep, micro_batches: MicroBatches) -> Part:
         """The part of the whole batch, once it is known that the batch may be cut."""
-
-        def values() -> List[Tensor]:
-            # The first one is a factor for all rates of dropout.
-            return [tf.ones([]), *model.values()]
-
-        def fits(values: List[Tensor]) -> bool:
-            return model.fits(values[1:])
-
         with self.padding.explaining(model, micro_batches):
-            loop = Loop(step, micro_batches, values, fits, self.compiles_steps())
+            loop = Loop(step, micro_batches, model.values, model.fits, self.compiles_steps())
             if tf.executing_eagerly():
                 self.padding.check(loop, model, micro_batches)
                 part = loop.run(synchronized=self._synchronized(model))
@@ -172,7 +163,7 @@ class Steps:
         return meeting
 
     def _warn(self, model: ModelStep, part: Part) -> None:
-        written = keras_checks.written_by_layers(model.unexplained(part.written[1:]))
+        written = keras_checks.written_by_layers(model.unexplained(part.written))
         for message in [*model.inexact, *written]:
             _checks.warn_once(self.model, message)
 
@@ -198,7 +189,7 @@ class Steps:
     ) -> Logs:
         """Writes what the batch has left in variables, and returns its logs."""
         numerators = part.sums[len(part.sums) - len(model.terms) :]
-        written = part.written[2:]
+        written = part.written[1:]
         logs = report.finish(
             model, penalty, numerators, part.counts, written, logs, examples, ENGINE
         )

@@ -95,7 +95,7 @@ class ModelStep:
         values: List[Tensor],
         whole: Whole,
         alone: bool = False,
-        dropout: Optional[Tensor] = None,
+        drops: bool = True,
         weights: Sequence[Tensor] = (),
     ) -> Outcome:
         """Runs a micro-batch.
@@ -105,7 +105,7 @@ class ModelStep:
             values: the values of the variables after the micro-batch before.
             whole: what is known of the whole batch.
             alone: whether layers must not meet those of other replicas.
-            dropout: by what to multiply all rates of dropout, if by anything.
+            drops: whether dropout drops anything.
             weights: values for the trained variables, if not their own.
         """
 
@@ -117,7 +117,7 @@ class ModelStep:
                 return self._metrics(micro_batch, y_pred)
 
         reported: List[Optional[Tensor]] = []
-        result = stateless.run(code, self.written, values[1:], alone, dropout, weights)
+        result = stateless.run(code, self.written, values[1:], alone, drops, weights)
         return Outcome(
             losses=self._trained_parts(whole) if self.training else [],
             counts=[count.own for count in self.counts],

@@ -23,20 +23,20 @@ class Scope(keras.StatelessScope):
         self.written: Dict[int, Variable] = {}
         self.made_variables = False
         self.drew = False  # whether random numbers were drawn that dropout does not draw
+        self.dropped = False  # whether dropout was called
         self._is_dropping = False
 
     @contextlib.contextmanager
-    def dropping(self, factor: Optional[Tensor]) -> Iterator[None]:
-        """Multiplies all rates of dropout by a factor. With 0 nothing is dropped."""
-        if factor is None:
-            yield
-            return
+    def dropping(self, drops: bool) -> Iterator[None]:
+        """Sees whether anything is dropped by dropout, and keeps everything unless it `drops`."""
 
-        def instead(drop: Any, inputs: Tensor, rate: Any, *args: Any, **kwargs: Any) -> Tensor:
+        def instead(drop: Any, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            self.dropped = True
+            if not drops:
+                return inputs
             self._is_dropping = True
             try:
-                rate = keras.ops.cast(rate, inputs.dtype) * keras.ops.cast(factor, inputs.dtype)
-                return drop(inputs, rate, *args, **kwargs)
+                return drop(inputs, *args, **kwargs)
             finally:
                 self._is_dropping = False
 
@@ -69,6 +69,7 @@ class Written:
         decaying: those whose moving statistics move once per micro-batch.
         passing: variables whose values after a run are of no use.
         drew: whether the last run drew random numbers that dropout does not draw.
+        dropped: whether the last run called dropout.
     """
 
     def __init__(self, variables: Iterable[Variable], trained: Iterable[Variable]):
@@ -77,7 +78,7 @@ class Written:
         self.pooled: Dict[Any, bool] = {}
         self.decaying: List[Any] = []
         self.passing: List[Variable] = []
-        self.drew = False
+        self.drew = self.dropped = False
 
     def values(self) -> List[Tensor]:
         """The values of the variables before a batch."""
@@ -94,7 +95,7 @@ class Written:
     ) -> Tuple[List[Optional[Tensor]], List[batch_norm.Moments]]:
         """What a run in a scope has written, and the moments that are pooled."""
         checks.writes_no_trained_variable(scope.written.values(), self._trained)
-        self.drew = scope.drew
+        self.drew, self.dropped = scope.drew, scope.dropped
         for layer, calls in calls_of.items():
             if layer not in self.pooled and layer not in self.decaying:
                 if batch_norm.can_pool(layer, calls):

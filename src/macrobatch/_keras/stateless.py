@@ -26,7 +26,7 @@ def run(
     written: Written,
     values: List[Tensor],
     alone: bool = False,
-    dropout: Optional[Tensor] = None,
+    drops: bool = True,
     weights: Sequence[Tensor] = (),
 ) -> Result:
     """Runs code that may write Keras variables.
@@ -36,7 +36,7 @@ def run(
         written: the variables that it may write. What it writes besides is added to them.
         values: the values of those variables.
         alone: whether layers must not meet those of other replicas.
-        dropout: by what to multiply all rates of dropout, if by anything.
+        drops: whether dropout drops anything.
         weights: values for the trained variables, if not their own.
     """
 
@@ -46,7 +46,7 @@ def run(
         value: Any = None
         calls_of: batch_norm.Calls = {}
         try:
-            with batch_norm.recorded(alone) as calls_of, scope, scope.dropping(dropout):
+            with batch_norm.recorded(alone) as calls_of, scope, scope.dropping(drops):
                 value = code()
         except Exception as raised:
             error = raised

@@ -1,8 +1,6 @@
-"""Checks of what users do with strategies and workers. Runs on TensorFlow 1.14 too."""
+"""Checks of what users do with strategies. Runs on TensorFlow 1.14 too."""
 
-import re
-import warnings
-from typing import Any, Dict, Sequence
+from typing import Any, Sequence
 
 import tensorflow as tf
 
@@ -93,75 +91,4 @@ def even_replicas(examples: Sequence[int], synchronized: Sequence[str]) -> None:
             "Layers with synchronized=True need the same number of examples on each replica. "
             f"Received: {synchronized}, and replicas with {list(examples)} examples. Choose a "
             "batch size that the number of replicas divides, with drop_remainder=True."
-        )
-
-
-def workers_missing(own: str, missing: Dict[str, str], timeout: float) -> str:
-    """What to say of workers that did not come."""
-    names = ", ".join(f"{name} ({address})" for name, address in missing.items())
-    return (
-        f"All workers must come within {timeout:g} seconds. As {own}, waited in vain for: {names}. "
-        "Look there for why; or wait longer with wait_for_workers(timeout=...)."
-    )
-
-
-def port_in_use(own: str, address: str, error: OSError) -> str:
-    """What to say of a worker that cannot listen at its address."""
-    return (
-        f"{own} must be able to listen at {address}. Received: {error}. Another process has that "
-        "port: end it, or give this worker another one in TF_CONFIG. Call wait_for_workers once, "
-        "before the strategy is made."
-    )
-
-
-def backup(folder: str, save_freq: Any) -> None:
-    """Raises for backups that could not be restored, or in the middle of an epoch."""
-    if re.search(r"[][*?]", folder):
-        raise ValueError(
-            "The path of a backup must not have any of []*? in it, which TensorFlow takes for "
-            f"patterns when it restores. Received: backup_dir={folder!r}. Choose another one."
-        )
-    if save_freq != "epoch":
-        raise ValueError(
-            "With several workers, BackupAndRestore must back up whole epochs: Keras starts an "
-            "epoch over after a restart, and would apply its first batches twice. "
-            f'Received: save_freq={save_freq!r}. Expected: save_freq="epoch"; to lose less, make '
-            "epochs shorter with steps_per_epoch."
-        )
-
-
-def same_backup(epochs: Sequence[int], folder: str) -> None:
-    """Raises if workers have found different backups."""
-    if len(set(epochs)) > 1:
-        raise ValueError(
-            "All workers must restore the same backup. Received: backups after "
-            f"{list(epochs)} epochs, one for each replica, in backup_dir={folder!r}. "
-            "Put backup_dir on a file system that all workers share."
-        )
-
-
-def length_of_dataset(batches: int, is_sharded: bool) -> None:
-    """Raises for a dataset of known length that yields each batch in several steps."""
-    if batches >= 0 and not is_sharded:
-        raise ValueError(
-            "With several workers, a dataset that is not sharded must not have a known length: "
-            "TensorFlow divides each batch by the number of workers, and yields the parts one "
-            "after the other, but Keras stops after as many steps as there are batches. "
-            f"Received: {batches} batches, and AutoShardPolicy.OFF. Call dataset.repeat(), and "
-            "pass steps_per_epoch= (validation_steps= for validation, steps= to evaluate)."
-        )
-
-
-def shuffles_alike(x: Any, shuffle: Any) -> None:
-    """Warns if each worker is about to shuffle the same arrays in its own way."""
-    is_array = hasattr(x, "__array__") or isinstance(x, (list, tuple, dict))
-    # Public, and the one way to ask whether `keras.utils.set_random_seed` was called.
-    if is_array and shuffle and tf.compat.v1.get_seed(None) == (None, None):
-        warnings.warn(
-            "Each worker shuffles the arrays on its own, so that examples are left out and others "
-            "taken twice. Received: arrays, shuffle=True and no seed. Call "
-            "keras.utils.set_random_seed(...) with the same number on all workers, or pass "
-            "shuffle=False.",
-            _checks.ExactnessWarning,
-            stacklevel=2,
         )

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from macrobatch._tensorflow import checks, folds, graph, leaves, replicas, sums
 from macrobatch._tensorflow.trace import Traced
-from macrobatch._types import Batch, Gradient, MicroBatches, Part, Run, Step, Tensor
+from macrobatch._types import Batch, Gradient, How, MicroBatches, Part, Run, Step, Tensor
 
 # Zeros that the first gradients are added to are a pass over memory as large as the model. Leaving
 # it out takes a second copy of the step in the graph, which is some 20 MiB of what kernels keep: so
@@ -59,6 +59,7 @@ class Loop:
         self._read, self._fits = values, fits
         self.values = values()
         self._aux: Any = ()
+        self._without_dropout: Optional[Traced] = None
         if not tf.executing_eagerly():
             self._traced = self._trace()
             self.like: Part = self._traced.result
@@ -78,7 +79,7 @@ class Loop:
 
     def _step_in_graph(self, micro_batch: Batch, values: Any, counts: Optional[Tensor]) -> Part:
         # In a function that a replica traces, replicas cannot meet.
-        part = self._step(micro_batch, values, counts, True)
+        part = self._step(micro_batch, values, counts, How(alone=True))
         gradients = part.sums
         if graph.in_xla():  # XLA has no tensors of unknown size, so no sparse sums.
             gradients = [sums.dense(gradient) for gradient in gradients]
@@ -137,11 +138,29 @@ class Loop:
     def _run_traced(self) -> Part:
         return Loop(self._step, self._micro_batches, self._read, self._fits, apart=True).run()
 
-    def part(self, micro_batch: Batch, values: List[Tensor], counts: Sequence[float]) -> Part:
-        """The part of one micro-batch, for these values and counts."""
+    def part(self, micro_batch: Batch, counts: Sequence[float], dropped: bool) -> Part:
+        """The part of one micro-batch, for these counts and without dropout.
+
+        Args:
+            micro_batch: the micro-batch.
+            counts: the counts of the whole batch.
+            dropped: whether the step has dropout. Otherwise its trace needs no other one beside it.
+        """
+
+        def without_dropout(micro_batch: Batch, values: Any, counts: Optional[Tensor]) -> Part:
+            return self._step(micro_batch, values, counts, How(alone=True, drops=False))._replace(
+                aux=()
+            )
+
         if tf.executing_eagerly():
-            return self._step(micro_batch, values, None, True)
-        return self._traced(micro_batch, values, tf.constant(counts, tf.float64, [len(counts)]))
+            return without_dropout(micro_batch, self.values, None)
+        given = tf.constant(counts, tf.float64, [len(counts)])
+        if self._without_dropout is None:
+            self._without_dropout = self._traced
+            if dropped:
+                first = self._micro_batches.first()
+                self._without_dropout = Traced(without_dropout, first, self.values, given)
+        return self._without_dropout(micro_batch, self.values, given)
 
     def _check_replicas(self, synchronized: Sequence[str]) -> None:
         examples = self._micro_batches.examples
@@ -158,7 +177,7 @@ class Loop:
                 # In a graph they could be in memory side by side.
                 with after(() if total is None else (total.sums, values)):
                     micro_batch = micro_batches.get(run, index)
-                    part = self._step(micro_batch, values, counts, False)
+                    part = self._step(micro_batch, values, counts, How())
                 if len(part.written) > len(values):
                     values += self._read()[len(values) :]
                 values = [old if new is None else new for new, old in zip(part.written, values)]
@@ -168,7 +187,7 @@ class Loop:
         assert total is not None
         probe = micro_batches.probe(lengths) if tf.nest.flatten(collected) else None
         if probe is not None:
-            collected.append(self._step(probe, values, counts, False).aux)
+            collected.append(self._step(probe, values, counts, How()).aux)
             lengths.append(micro_batches.length_of(probe))
         count = len(lengths) - (probe is not None)
         aux = tf.nest.map_structure(

@@ -1,9 +1,9 @@
 """A worker of `macrobatch run`: runs the user's script as plain Python would, reports what it
 raises, and does not outlive the launcher.
 
-The launcher starts this file by its path: as a module of the package it would import TensorFlow
-before the script has had a chance to set environment variables. So it imports nothing of the
-package. Runs on Linux and macOS.
+The launcher starts this file by its path, and it imports nothing of the package: the script must
+find Python as it always does, and may set environment variables before anything else is imported.
+Runs on Linux and macOS.
 """
 
 import builtins

@@ -1,17 +1,24 @@
-"""Several workers: waiting for each other, and files that only one of them may write."""
+"""wait_for_workers: all workers meet before any of them makes the strategy."""
 
 import contextlib
-import re
+import errno
+import ipaddress
+import selectors
 import socket
 import threading
 import time
-from typing import Any, List, Optional, Set
+from typing import Any, Dict, List, Optional, Set, Tuple
 
-import keras
 import tensorflow as tf
 
-from macrobatch._tensorflow import checks as _replica_checks
-from macrobatch._tensorflow import replicas as _replicas
+from macrobatch._workers import checks
+
+# Anybody may connect, a port scanner for instance: whoever takes longer or says more than a worker
+# would is left alone.
+_PATIENCE = 10.0
+_LONGEST = 64  # bytes of "worker 123\n"
+_STRANGERS = 128  # who may be connected at a time, beside all workers
+_TICK = 0.05
 
 
 def wait_for_workers(timeout: float = 300, *, cluster_resolver: Optional[Any] = None) -> None:
@@ -21,7 +28,7 @@ def wait_for_workers(timeout: float = 300, *, cluster_resolver: Optional[Any] = 
     made, on every worker. Where there is only one, it returns at once.
 
     Args:
-        timeout: how many seconds to wait.
+        timeout: how many seconds to wait, a finite number.
         cluster_resolver: what tells who the workers are; by default the environment variable
             `TF_CONFIG`. The one that the strategy gets.
 
@@ -34,6 +41,7 @@ def wait_for_workers(timeout: float = 300, *, cluster_resolver: Optional[Any] = 
     >>> macrobatch.wait_for_workers(timeout=60)
     >>> strategy = tf.distribute.MultiWorkerMirroredStrategy()
     """
+    timeout = checks.timeout(timeout)
     resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
     tasks = {
         f"{job} {index}": address
@@ -42,171 +50,230 @@ def wait_for_workers(timeout: float = 300, *, cluster_resolver: Optional[Any] = 
         for index, address in enumerate(addresses)
     }
     own = f"{resolver.task_type} {resolver.task_id}"
-    others = {name: address for name, address in tasks.items() if name != own}
-    if own not in tasks or not others:
+    if own not in tasks or len(tasks) == 1:
         return
-    deadline = time.monotonic() + timeout
-    greeted: Set[str] = set()
-    # Here the strategy's server will listen later. Nobody goes on before all have been here.
-    with _Listener(own, tasks[own], deadline) as listener:
-        while not greeted & listener.heard >= set(others):
-            missing = {name: others[name] for name in others if name not in greeted}
-            patience = min(max(deadline - time.monotonic(), 1.0), 10.0)
-            greeted |= {n for n, at in missing.items() if _greets_back(n, at, own, patience)}
-            time.sleep(0.05)
-            if time.monotonic() > deadline and not greeted & listener.heard >= set(others):
-                missing = {n: others[n] for n in others if n not in greeted & listener.heard}
-                raise TimeoutError(_replica_checks.workers_missing(own, missing, timeout))
+    with _Meeting(own, tasks, timeout) as meeting:
+        meeting.wait()
 
 
-def _greets_back(name: str, address: str, own: str, patience: float) -> bool:
-    """Whether a worker is there: not just somebody who listens, such as one that is ending."""
-    host, _, port = address.rpartition(":")
+class _Meeting:
+    """Greets all other workers, and answers their greetings, until both is done.
+
+    A greeting is a line with the name of the worker who greets, and the answer is a line too.
+    Threads do the talking: not even a name that takes long to resolve outlasts the timeout.
+    """
+
+    def __init__(self, own: str, tasks: Dict[str, str], timeout: float):
+        self._own, self._address = own, tasks[own]
+        self._places = {name: _host_and_port(address) for name, address in tasks.items()}
+        self._others = {name: address for name, address in tasks.items() if name != own}
+        self._timeout = timeout
+        self._deadline = time.monotonic() + timeout
+        self._over = threading.Event()
+        self._changed = threading.Condition()
+        self._greeted: Set[str] = set()
+        self._heard: Set[str] = set()
+        self._problem: Optional[OSError] = None  # with listening
+        self._answering = threading.Thread(target=self._answer, daemon=True)
+
+    def __enter__(self) -> "_Meeting":
+        self._answering.start()
+        for name in self._others:
+            threading.Thread(target=self._greet, args=[name], daemon=True).start()
+        return self
+
+    def __exit__(self, error_type: Any, *_: Any) -> None:
+        self._over.set()
+        # The strategy's server will listen at the same address, which must be free by then. After
+        # an error, the thread may be stuck where it resolves a name.
+        self._answering.join(None if error_type is None else 4 * _TICK)
+
+    def wait(self) -> None:
+        """Waits for all. Nobody goes on before everybody has greeted and has been greeted."""
+        with self._changed:
+            while not self._greeted & self._heard >= set(self._others):
+                left = self._deadline - time.monotonic()
+                if left > 0:
+                    self._changed.wait(min(left, 1.0))
+                elif self._problem is not None:
+                    raise OSError(checks.port_in_use(self._own, self._address, self._problem))
+                else:
+                    met = self._greeted & self._heard
+                    missing = {n: at for n, at in self._others.items() if n not in met}
+                    raise TimeoutError(checks.workers_missing(self._own, missing, self._timeout))
+
+    def _add(self, name: str, names: Set[str]) -> None:
+        with self._changed:
+            names.add(name)
+            self._changed.notify_all()
+
+    def _greet(self, name: str) -> None:
+        """Greets a worker again and again, until it answers."""
+        pause = _TICK
+        while not self._over.is_set() and time.monotonic() < self._deadline:
+            until = min(time.monotonic() + _PATIENCE, self._deadline)
+            if _greets_back(name, self._places[name], self._own, until):
+                return self._add(name, self._greeted)
+            self._over.wait(pause)
+            pause = min(1.5 * pause, 0.5)  # Hundreds of workers may greet one that is late.
+        return None
+
+    def _answer(self) -> None:
+        """Listens where the strategy's server will listen later, and answers."""
+        while not self._over.is_set():
+            try:
+                sockets = _listening_at(*self._places[self._own])
+            except OSError as error:  # A worker of an earlier run may be about to end.
+                self._problem = error
+                self._over.wait(2 * _TICK)
+                continue
+            self._problem = None
+            with contextlib.ExitStack() as opened:
+                for each in sockets:
+                    opened.enter_context(each)
+                self._answer_at(sockets)
+
+    def _answer_at(self, sockets: List[socket.socket]) -> None:
+        """Several are listened to at a time, so that a slow one keeps nobody waiting."""
+        callers: Dict[socket.socket, _Caller] = {}  # in the order in which they came
+        with selectors.DefaultSelector() as selector:
+            for each in sockets:
+                selector.register(each, selectors.EVENT_READ)
+            while not self._over.is_set():
+                for key, _ in selector.select(_TICK):
+                    here: Any = key.fileobj
+                    if here in callers:
+                        self._hear(callers[here])
+                    else:
+                        caller = _accepted(here)
+                        if caller is not None:
+                            callers[caller.connection] = caller
+                            selector.register(caller.connection, selectors.EVENT_READ)
+                too_many = len(callers) - len(self._others) - _STRANGERS
+                now = time.monotonic()
+                for index, caller in enumerate(list(callers.values())):
+                    if caller.is_done or now > caller.until or index < too_many:
+                        selector.unregister(caller.connection)
+                        caller.connection.close()
+                        del callers[caller.connection]
+            for caller in callers.values():
+                caller.connection.close()
+
+    def _hear(self, caller: "_Caller") -> None:
+        name = caller.name()
+        if name in self._others:
+            with contextlib.suppress(OSError):
+                caller.connection.sendall(self._own.encode() + b"\n")
+                self._add(name, self._heard)
+
+
+class _Caller:
+    """Somebody who has connected, and what they have said so far."""
+
+    def __init__(self, connection: socket.socket):
+        self.connection = connection
+        self.until = time.monotonic() + _PATIENCE
+        self.is_done = False
+        self._said = b""
+
+    def name(self) -> str:
+        """The name, if it is complete with what there is to read now; otherwise nothing."""
+        try:
+            data = self.connection.recv(_LONGEST - len(self._said))
+        except OSError:
+            data = b""
+        self._said += data
+        is_complete = self._said.endswith(b"\n")
+        self.is_done = is_complete or not data or len(self._said) == _LONGEST
+        return self._said[:-1].decode(errors="replace") if is_complete else ""
+
+
+def _accepted(listening: socket.socket) -> Optional[_Caller]:
     try:
-        with socket.create_connection((host.strip("[]"), int(port)), timeout=1) as connection:
-            connection.settimeout(patience)
+        connection, _ = listening.accept()
+    except OSError:  # They have gone again, or too many files are open.
+        time.sleep(_TICK)
+        return None
+    connection.setblocking(False)
+    return _Caller(connection)
+
+
+def _greets_back(name: str, place: Tuple[str, int], own: str, until: float) -> bool:
+    """Whether a worker is there: not just somebody who listens, such as one that is ending."""
+    expected, said = name.encode() + b"\n", b""
+    try:
+        with socket.create_connection(place, timeout=1) as connection:
             connection.sendall(own.encode() + b"\n")
-            return connection.makefile().readline() == name + "\n"
-    except (OSError, UnicodeDecodeError):
+            # By what is left of the time, not by the time between two bytes.
+            while said != expected and expected.startswith(said):
+                connection.settimeout(max(until - time.monotonic(), 0.001))
+                data = connection.recv(len(expected) - len(said))
+                if not data:
+                    break
+                said += data
+    except (OSError, UnicodeError):  # the latter from names that cannot be any
+        return False
+    return said == expected
+
+
+def _host_and_port(address: str) -> Tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _listening_at(host: str, port: int) -> List[socket.socket]:
+    """Sockets that listen at the address that the cluster names, as it is known here."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError):
+        found = []
+    places = list({(each[0], each[4]) for each in found})
+    # Some systems give their own name an address of the loopback interface (127.0.1.1), where
+    # others, who know it by another address, cannot come.
+    is_misnamed = host != "localhost" and all(_is_loopback(str(place[0])) for _, place in places)
+    sockets = [] if is_misnamed and not _is_literal(host) else _bound(places)
+    if not sockets:
+        # The name may also be known to others only, or stand for a machine that forwards (NAT, a
+        # container's host, a service of Kubernetes). They come to one of this machine's addresses.
+        sockets = _bound([(socket.AF_INET, ("", port)), (socket.AF_INET6, ("::", port))])
+    if not sockets:
+        raise OSError(errno.EADDRNOTAVAIL, "no address to listen at")
+    return sockets
+
+
+def _bound(places: List[Any]) -> List[socket.socket]:
+    """Sockets that listen at each of the places that this machine has."""
+    with contextlib.ExitStack() as opened:
+        sockets = []
+        for family, place in places:
+            try:
+                sockets.append(opened.enter_context(_bound_at(family, place)))
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):
+                    raise
+        opened.pop_all()
+    return sockets
+
+
+def _bound_at(family: int, place: Any) -> socket.socket:
+    with contextlib.ExitStack() as opened:
+        each = opened.enter_context(socket.socket(family))
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:  # IPv4 has a socket of its own
+            each.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        each.bind(place)
+        each.listen(128)
+        each.setblocking(False)
+        opened.pop_all()
+    return each
+
+
+def _is_literal(host: str) -> bool:
+    try:
+        return bool(ipaddress.ip_address(host.partition("%")[0]))
+    except ValueError:
         return False
 
 
-class _Listener:
-    """Greets back, in a thread, those who greet this worker.
-
-    Attributes:
-        heard: the names of those who have.
-    """
-
-    def __init__(self, own: str, address: str, deadline: float):
-        self.heard: Set[str] = set()
-        self._own = own
-        self._socket = socket.socket()
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        while True:
-            try:  # A worker of an earlier run may be about to end.
-                self._socket.bind(("", int(address.rpartition(":")[2])))
-                break
-            except OSError as error:
-                if time.monotonic() > deadline:
-                    self._socket.close()
-                    raise OSError(_replica_checks.port_in_use(own, address, error)) from None
-                time.sleep(0.1)
-        self._socket.listen(128)
-        self._socket.settimeout(0.1)
-        self._is_done = threading.Event()
-        self._thread = threading.Thread(target=self._listen, daemon=True)
-
-    def __enter__(self) -> "_Listener":
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._is_done.set()
-        self._thread.join()
-        self._socket.close()
-
-    def _listen(self) -> None:
-        while not self._is_done.is_set():
-            with contextlib.suppress(OSError, UnicodeDecodeError):
-                connection, _ = self._socket.accept()
-                with connection:
-                    connection.settimeout(1)
-                    name = connection.makefile().readline().strip()
-                    connection.sendall(self._own.encode() + b"\n")
-                    self.heard.add(name)
-
-
-# What writes files, with nothing else to it.
-_WRITERS = (
-    keras.callbacks.CSVLogger,
-    keras.callbacks.ModelCheckpoint,
-    keras.callbacks.TensorBoard,
-)
-
-
-def callbacks_of(strategy: Any, callbacks: Any) -> Any:
-    """The callbacks for this worker, so that only the chief writes files."""
-    if isinstance(callbacks, keras.callbacks.CallbackList) or callbacks is None:
-        return callbacks
-    callbacks = callbacks if isinstance(callbacks, (list, tuple)) else [callbacks]
-    is_chief = strategy.extended.should_checkpoint
-    kept: List[Any] = []
-    for callback in callbacks:
-        if type(callback) is keras.callbacks.BackupAndRestore:
-            several = _replicas.has_several_workers(strategy)
-            by_epoch = several or callback.save_freq == "epoch"
-            kept.append(_Backup(strategy, callback) if by_epoch else callback)
-        elif is_chief or type(callback) not in _WRITERS:
-            kept.append(callback)
-    return kept
-
-
-def check_length(dataset: Any) -> None:
-    """Raises for a dataset of which Keras would leave most out."""
-    if isinstance(dataset, tf.data.Dataset):
-        policy = dataset.options().experimental_distribute.auto_shard_policy
-        is_sharded = policy != tf.data.experimental.AutoShardPolicy.OFF
-        _replica_checks.length_of_dataset(int(dataset.cardinality()), is_sharded)
-
-
-class _Backup(keras.callbacks.Callback):
-    """BackupAndRestore for several workers, of which any may be killed at any moment.
-
-    Keras' own writes the weights and then, to another file, the epoch: whoever is killed in between
-    repeats an epoch. And it leaves out seeds, so that dropout starts over. Here the epoch is in the
-    name of a checkpoint of everything, which TensorFlow completes by writing its index.
-    """
-
-    def __init__(self, strategy: Any, callback: Any):
-        super().__init__()
-        _replica_checks.backup(callback.backup_dir, callback.save_freq)
-        self._strategy = strategy
-        self._folder = callback.backup_dir
-        self._deletes = callback.delete_checkpoint
-        self._writes = strategy.extended.should_checkpoint
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        epoch = max(self._epochs(), default=0)
-        _replica_checks.same_backup(_values_of_all(self._strategy, epoch), self._folder)
-        if epoch:
-            self._checkpoint().read(self._path(epoch)).assert_consumed()
-            # Private: what BackupAndRestore sets, and `fit` starts from.
-            self.model._initial_epoch = epoch
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        if self._writes:
-            before = self._epochs()
-            self._checkpoint().write(self._path(epoch + 1))
-            for name in tf.io.gfile.listdir(self._folder):
-                if name.partition(".")[0] in {f"epoch-{older}" for older in before}:
-                    tf.io.gfile.remove(tf.io.gfile.join(self._folder, name))
-
-    def on_train_end(self, logs: Any = None) -> None:
-        self.model._initial_epoch = None  # or the next `fit` would start from there too
-        _values_of_all(self._strategy, 0)  # Before all are through, one may still fail.
-        if self._writes and self._deletes and tf.io.gfile.exists(self._folder):
-            tf.io.gfile.rmtree(self._folder)
-
-    def _checkpoint(self) -> Any:
-        variables = [*self.model.variables, *self.model.optimizer.variables]
-        return tf.train.Checkpoint(variables=[variable.value for variable in variables])
-
-    def _path(self, epoch: int) -> str:
-        return str(tf.io.gfile.join(self._folder, f"epoch-{epoch}"))
-
-    def _epochs(self) -> List[int]:
-        """After how many epochs there are backups."""
-        names = tf.io.gfile.listdir(self._folder) if tf.io.gfile.exists(self._folder) else []
-        found = [re.fullmatch(r"epoch-(\d+)\.index", name) for name in names]
-        return [int(each.group(1)) for each in found if each]
-
-
-def _values_of_all(strategy: Any, value: int) -> List[int]:
-    """A number as each worker has it. Workers wait here for each other."""
-
-    @tf.function
-    def gathered() -> Any:
-        return strategy.gather(strategy.run(lambda: tf.identity([value])), axis=0)
-
-    return [int(each) for each in gathered()]
+def _is_loopback(host: str) -> bool:
+    return ipaddress.ip_address(host.partition("%")[0]).is_loopback

@@ -1,0 +1,284 @@
+"""wait_for_workers: late workers, missing ones, and strangers who connect or answer."""
+
+import contextlib
+import socket
+import threading
+import time
+
+import pytest
+import tensorflow as tf
+
+import macrobatch
+
+DEADLINE = 60  # seconds
+
+
+def resolver_of(addresses, index):
+    spec = tf.train.ClusterSpec({"worker": addresses})
+    return tf.distribute.cluster_resolver.SimpleClusterResolver(
+        spec, task_type="worker", task_id=index
+    )
+
+
+def free_ports(host="localhost", family=socket.AF_INET):
+    sockets = [socket.socket(family) for _ in range(2)]
+    for each in sockets:
+        each.bind((host, 0))
+    ports = [each.getsockname()[1] for each in sockets]
+    for each in sockets:
+        each.close()
+    return ports
+
+
+def cluster():
+    """The addresses of two workers, and a resolver for each."""
+    addresses = [f"localhost:{port}" for port in free_ports()]
+    return addresses, [resolver_of(addresses, index) for index in range(2)]
+
+
+class Waiting(threading.Thread):
+    """A worker that waits in a thread, and what it raises."""
+
+    def __init__(self, resolver, timeout=DEADLINE):
+        super().__init__(daemon=True)
+        self.error = None
+        self._arguments = {"timeout": timeout, "cluster_resolver": resolver}
+        self.start()
+
+    def run(self):
+        try:
+            macrobatch.wait_for_workers(**self._arguments)
+        except OSError as error:
+            self.error = error
+
+    def meets(self):
+        self.join(DEADLINE)
+        return not self.is_alive() and self.error is None
+
+
+def connected(port, host="127.0.0.1"):
+    """A connection to a worker, as soon as it listens."""
+    end = time.monotonic() + DEADLINE
+    while True:
+        try:
+            return socket.create_connection((host, port), timeout=DEADLINE)
+        except ConnectionRefusedError:
+            assert time.monotonic() < end, "nobody listens"
+            time.sleep(0.01)
+
+
+@pytest.mark.parametrize("index", [0, 1])
+def test_a_worker_that_never_comes(index):
+    addresses, resolvers = cluster()
+    missing = 1 - index
+    with pytest.raises(
+        TimeoutError, match=f"within 0.3 seconds.*worker {missing} .{addresses[missing]}"
+    ):
+        macrobatch.wait_for_workers(0.3, cluster_resolver=resolvers[index])
+
+
+def test_somebody_else_at_the_address():
+    """A server that is about to end, for instance, which takes connections but no greeting."""
+    addresses, resolvers = cluster()
+    port = int(addresses[1].partition(":")[2])
+    with socket.create_server(("localhost", port)), pytest.raises(TimeoutError, match="worker 1"):
+        macrobatch.wait_for_workers(0.1, cluster_resolver=resolvers[0])
+
+
+def test_a_worker_that_comes_after_somebody_else_at_its_address():
+    addresses, resolvers = cluster()
+    with socket.create_server(("localhost", int(addresses[1].partition(":")[2]))) as stale:
+        first = Waiting(resolvers[0])
+        stale.accept()[0].close()
+    second = Waiting(resolvers[1])
+    assert first.meets()
+    assert second.meets()
+
+
+def test_an_address_that_is_taken():
+    addresses, resolvers = cluster()
+    with socket.create_server(("", int(addresses[0].partition(":")[2]))), pytest.raises(
+        OSError, match="must be able to listen"
+    ):
+        macrobatch.wait_for_workers(1, cluster_resolver=resolvers[0])
+
+
+def test_workers_that_come_late():
+    _, resolvers = cluster()
+    first = Waiting(resolvers[0])
+    first.join(0.3)
+    assert first.is_alive()
+    assert Waiting(resolvers[1]).meets()
+    assert first.meets()
+
+
+def test_one_worker_waits_for_nobody(monkeypatch):
+    monkeypatch.delenv("TF_CONFIG", raising=False)
+    macrobatch.wait_for_workers(0)
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), -1, "60", None, True])
+def test_a_timeout_is_a_number_of_seconds(timeout):
+    with pytest.raises(ValueError, match=r"timeout must be a finite number.*Received: timeout="):
+        macrobatch.wait_for_workers(timeout, cluster_resolver=cluster()[1][0])
+
+
+# Strangers
+
+
+@contextlib.contextmanager
+def dripping(connections):
+    """Sends a byte now and then to each connection, as long as a test lasts."""
+    stopped = threading.Event()
+
+    def drip():
+        while not stopped.wait(0.02):
+            for connection in connections:
+                with contextlib.suppress(OSError):
+                    connection.send(b"w")
+
+    thread = threading.Thread(target=drip, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopped.set()
+        thread.join()
+        for connection in connections:
+            connection.close()
+
+
+def test_a_slow_stranger_keeps_no_worker_from_being_heard():
+    addresses, resolvers = cluster()
+    first = Waiting(resolvers[0])
+    strangers = [connected(int(addresses[0].partition(":")[2])) for _ in range(3)]
+    with dripping(strangers):
+        second = Waiting(resolvers[1])
+        assert second.meets()
+        assert first.meets()
+
+
+def test_a_stranger_whose_answer_does_not_end_outlives_no_timeout():
+    addresses, resolvers = cluster()
+    connections = []
+    with socket.create_server(("localhost", int(addresses[1].partition(":")[2]))) as server:
+
+        def accept():
+            with contextlib.suppress(OSError):
+                while True:
+                    connections.append(server.accept()[0])
+
+        threading.Thread(target=accept, daemon=True).start()
+        with dripping(connections):
+            first = Waiting(resolvers[0], timeout=0.5)
+            first.join(DEADLINE)
+            assert isinstance(first.error, TimeoutError), "still waiting"
+        server.shutdown(socket.SHUT_RDWR)
+
+
+def flood(connection):
+    """Whether somebody takes a line of 64 MiB."""
+    try:
+        for _ in range(64):
+            connection.sendall(b"w" * (1 << 20))
+    except (ConnectionError, socket.timeout):
+        return False
+    return True
+
+
+def test_a_line_without_end_is_not_listened_to():
+    addresses, resolvers = cluster()
+    first = Waiting(resolvers[0])
+    with connected(int(addresses[0].partition(":")[2])) as stranger:
+        assert not flood(stranger)
+    assert Waiting(resolvers[1]).meets()
+    assert first.meets()
+
+
+def test_an_answer_without_end_is_not_listened_to():
+    addresses, resolvers = cluster()
+    with socket.create_server(("localhost", int(addresses[1].partition(":")[2]))) as server:
+        server.settimeout(DEADLINE)
+        Waiting(resolvers[0], timeout=1)
+        with server.accept()[0] as connection:
+            assert not flood(connection)
+
+
+def test_names_of_no_worker_are_not_answered():
+    addresses, resolvers = cluster()
+    first = Waiting(resolvers[0])
+    port = int(addresses[0].partition(":")[2])
+    for name in (b"worker 2\n", b"worker 0\n", b"\xff\n", b"\n"):
+        with connected(port) as stranger:
+            stranger.sendall(name)
+            assert stranger.recv(100) == b""
+    assert Waiting(resolvers[1]).meets()
+    assert first.meets()
+
+
+# Where a worker listens
+
+
+def test_a_worker_listens_at_its_address_only():
+    addresses, resolvers = cluster()
+    port = int(addresses[0].partition(":")[2])
+    first = Waiting(resolvers[0])
+    connected(port).close()
+    with pytest.raises(OSError, match=r".") as refused, socket.create_connection(
+        ("127.0.0.2", port), timeout=DEADLINE
+    ):
+        pass
+    assert not isinstance(refused.value, socket.timeout)
+    assert Waiting(resolvers[1]).meets()
+    assert first.meets()
+
+
+def test_addresses_of_ipv6():
+    try:
+        ports = free_ports("::1", socket.AF_INET6)
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    addresses = [f"[::1]:{port}" for port in ports]
+    workers = [Waiting(resolver_of(addresses, index)) for index in range(2)]
+    assert [worker.meets() for worker in workers] == [True, True]
+
+
+ADDRESSES = {"elsewhere": "192.0.2.1", "self": "127.0.1.1"}
+
+
+@pytest.fixture
+def names(monkeypatch):
+    """Names as systems may know them. No other one is known, apart from localhost."""
+    known = socket.getaddrinfo
+
+    def getaddrinfo(host, port, *args, **kwargs):
+        if host == "unknown":
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return known(ADDRESSES.get(host, host), port, *args, **kwargs)
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+
+
+@pytest.mark.parametrize("host", ["elsewhere", "192.0.2.1", "unknown", "self"])
+def test_a_host_that_others_know_by_another_address(names, host):
+    ports = free_ports()
+    views = [[f"{name}:{ports[0]}", f"localhost:{ports[1]}"] for name in (host, "127.0.0.1")]
+    workers = [Waiting(resolver_of(view, index)) for index, view in enumerate(views)]
+    assert [worker.meets() for worker in workers] == [True, True]
+
+
+def test_a_name_that_takes_long_to_resolve_outlives_no_timeout(monkeypatch):
+    _, resolvers = cluster()
+    over, answers = threading.Event(), []
+
+    def getaddrinfo(*_, **__):
+        answers.append(over.wait(DEADLINE))
+        raise socket.gaierror(socket.EAI_AGAIN, "no answer")
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    try:
+        with pytest.raises(TimeoutError):
+            macrobatch.wait_for_workers(0.2, cluster_resolver=resolvers[0])
+        assert answers == []
+    finally:
+        over.set()
