@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 import weakref
-from typing import Any, List, Sequence, Set, Tuple, Type
+from typing import Any, Set, Tuple, Type
 
 
 class ExactnessWarning(UserWarning):
@@ -90,50 +90,3 @@ def check_available(name: str) -> None:
 def _has_keras_3(version: str) -> bool:
     major, minor = version.split(".")[:2]
     return (int(major), int(minor)) >= (2, 16)
-
-
-def optimizer(value: Any) -> None:
-    """Raises if the optimizer, or one inside it, accumulates by itself."""
-    for each in with_inner_optimizers(value):
-        if getattr(each, "gradient_accumulation_steps", None):
-            raise ValueError(
-                "The optimizer accumulates gradients by itself, over several steps. "
-                f"Received: gradient_accumulation_steps={each.gradient_accumulation_steps} on "
-                f"{type(each).__name__}. Leave it out: macrobatch itself makes one update of them "
-                "all."
-            )
-
-
-def with_inner_optimizers(value: Any) -> List[Any]:
-    """An optimizer, and all optimizers inside it, each once: those inside inner ones too."""
-    found: List[Any] = []
-    waiting = [value]
-    while waiting:
-        each = waiting.pop()
-        # None of these names is public in all versions. LossScaleOptimizer has an inner optimizer
-        # (_optimizer in older versions, and in many wrappers), MultiOptimizer has several.
-        if hasattr(each, "apply_gradients") and all(each is not other for other in found):
-            found.append(each)
-            names = ("inner_optimizer", "_optimizer")
-            waiting += [getattr(each, name, None) for name in names]
-            waiting += getattr(each, "_inner_optimizers", ())
-    return found
-
-
-def variable(value: Any) -> Any:
-    """Returns `value`, if it is a variable."""
-    if not hasattr(value, "assign") or not hasattr(value, "value"):
-        raise ValueError(
-            "variables must be a nest of variables, model.trainable_variables for instance. "
-            f"Received: {shown(value)}."
-        )
-    return value
-
-
-def no_variables(variables: Sequence[Any]) -> None:
-    """Raises if there is nothing to train."""
-    if not variables:
-        raise ValueError(
-            "There must be at least one variable. Received: variables is empty. If they are those "
-            "of a model, build it first: model.build(...), or call it once."
-        )

@@ -9,12 +9,7 @@ from typing import Any, Callable, List, Optional, TypeVar, Union
 import numpy as np
 import tensorflow as tf
 
-from macrobatch import _checks
-from macrobatch._tensorflow import graph
-from macrobatch._tensorflow import replicas as _replicas
-from macrobatch._tensorflow import sums as _sums
-from macrobatch._tensorflow import update as _update
-from macrobatch._tensorflow import window_checks as _window_checks
+from macrobatch._tensorflow import checks, graph, replicas, sums, update, window_checks
 from macrobatch._tensorflow.window import ROWS, Kinds, Window
 from macrobatch._types import Tensor, Variable
 
@@ -86,26 +81,26 @@ class GradientAccumulator(tf.Module):
         nonfinite: str = "propagate",
     ):
         super().__init__(name="gradient_accumulator")
-        self._steps = _window_checks.steps(steps)
-        self._reduction = _window_checks.one_of("reduction", reduction, ["mean", "sum"])
+        self._steps = window_checks.steps(steps)
+        self._reduction = window_checks.one_of("reduction", reduction, ["mean", "sum"])
         policies = ["propagate", "skip", "raise"]
-        self._nonfinite = _window_checks.one_of("nonfinite", nonfinite, policies)
-        _window_checks.applies_gradients(optimizer, self._nonfinite)
+        self._nonfinite = window_checks.one_of("nonfinite", nonfinite, policies)
+        window_checks.applies_gradients(optimizer, self._nonfinite)
         variables = tf.nest.flatten(variables)
-        _checks.no_variables(variables)
+        checks.no_variables(variables)
         for variable in variables:
-            _checks.variable(variable)
-        _window_checks.known_shapes(variables)
-        self._strategy = _replicas.strategy_of(variables)
+            checks.variable(variable)
+        window_checks.known_shapes(variables)
+        self._strategy = replicas.strategy_of(variables)
         # A checkpoint of the accumulator also saves these, which the window belongs to.
         self.optimizer = optimizer
-        self._weights = [_replicas.tf_variable(variable) for variable in variables]
+        self._weights = [replicas.tf_variable(variable) for variable in variables]
         # Other optimizers than those of Keras 3 do not know its variables.
-        self._variables = variables if _update.is_of_keras_3(optimizer) else self._weights
+        self._variables = variables if update.is_of_keras_3(optimizer) else self._weights
         self._window = Window(self._variables, self._strategy, self._reduction)
-        self._skipped = _replicas.variable(self._strategy, [], tf.float32, "skipped")
+        self._skipped = replicas.variable(self._strategy, [], tf.float32, "skipped")
         self._build_optimizer()
-        _checks.optimizer(optimizer)  # a MultiOptimizer may know its inner ones only now
+        checks.optimizer(optimizer)  # a MultiOptimizer may know its inner ones only now
 
     @property
     def pending(self) -> Any:
@@ -120,7 +115,7 @@ class GradientAccumulator(tf.Module):
     @property
     def total_weight(self) -> Any:
         """The sum of the weights in the window; 0 with reduction="sum". In a graph, a tensor."""
-        total = _replicas.read(self._window.total)
+        total = replicas.read(self._window.total)
         return float(total) if tf.executing_eagerly() else total
 
     @_as_it_is
@@ -140,19 +135,19 @@ class GradientAccumulator(tf.Module):
                 function with `jit_compile=True`, weights that are tensors are not checked, and
                 rows out of range do not count.
         """
-        _window_checks.place_to_add(self._strategy, _replicas.in_replica())
-        _replicas.check_scope(self._strategy)
-        gradients = _window_checks.gradients(gradients, self._variables)
-        _window_checks.weight(weight, self._reduction)
-        _window_checks.raises_in_xla(self._nonfinite, graph.in_xla())
-        checks = _window_checks.fit_when_run(gradients, self._variables)
+        window_checks.place_to_add(self._strategy, replicas.in_replica())
+        replicas.check_scope(self._strategy)
+        gradients = window_checks.gradients(gradients, self._variables)
+        window_checks.weight(weight, self._reduction)
+        window_checks.raises_in_xla(self._nonfinite, graph.in_xla())
+        checks = window_checks.fit_when_run(gradients, self._variables)
         gradients = self._window.prepared(gradients)
         if weight is not None:
             weight = _as_tensor(weight, self._window.total.dtype)
             good = tf.logical_and(weight >= 0, tf.math.is_finite(weight))
-            checks.append((good, _window_checks.WEIGHT))
+            checks.append((good, window_checks.WEIGHT))
         if self._nonfinite == "raise":
-            checks.append((_sums.are_finite(gradients), _window_checks.NOT_FINITE))
+            checks.append((sums.are_finite(gradients), window_checks.NOT_FINITE))
         allowed = graph.refuse_unless(*checks)
         self._window.make_sums(gradients)
 
@@ -161,7 +156,7 @@ class GradientAccumulator(tf.Module):
 
         with self._window.lock, allowed:
             if self._nonfinite == "skip":
-                finite = _sums.are_finite(gradients)
+                finite = sums.are_finite(gradients)
                 graph.when(finite, hold, lambda: self._skipped.assign_add(1.0))
             else:
                 hold()
@@ -174,10 +169,10 @@ class GradientAccumulator(tf.Module):
             ValueError: if the window is empty.
         """
         self._check_place("apply")
-        _window_checks.applies_in_xla(not graph.in_xla())
+        window_checks.applies_in_xla(not graph.in_xla())
         with self._window.lock:
-            some = _replicas.read(self._window.pending) > 0
-            with graph.refuse_unless((some, _window_checks.EMPTY_WINDOW)):
+            some = replicas.read(self._window.pending) > 0
+            with graph.refuse_unless((some, window_checks.EMPTY_WINDOW)):
                 self._apply()
 
     @_as_it_is
@@ -191,17 +186,17 @@ class GradientAccumulator(tf.Module):
         Returns:
             Whether it applied. In a graph, a tensor.
         """
-        steps = _window_checks.has_steps(self._steps)
+        steps = window_checks.has_steps(self._steps)
         self._check_place("step")
         with self._window.lock:
             self.add(gradients, weight=weight)
-            full = tf.round(_replicas.read(self._window.pending)) >= steps
+            full = tf.round(replicas.read(self._window.pending)) >= steps
             if graph.in_xla():
                 # What this step has added is sure to be there, and has to be all.
                 kinds = self._window.kinds()
                 gradients = tf.nest.flatten(gradients)
                 complete = all(g is not None for g in gradients) and not kinds[ROWS].any()
-                _window_checks.applies_in_xla(complete)
+                window_checks.applies_in_xla(complete)
                 self._window.refuse_rows()
                 graph.when(full, lambda: self._update(kinds))
             else:
@@ -216,9 +211,9 @@ class GradientAccumulator(tf.Module):
             Whether it applied. In a graph, a tensor.
         """
         self._check_place("flush")
-        _window_checks.applies_in_xla(not graph.in_xla())
+        window_checks.applies_in_xla(not graph.in_xla())
         with self._window.lock:
-            some = _replicas.read(self._window.pending) > 0
+            some = replicas.read(self._window.pending) > 0
             graph.when(some, self._apply)
         return bool(some) if tf.executing_eagerly() else some
 
@@ -226,10 +221,10 @@ class GradientAccumulator(tf.Module):
     def reset(self) -> None:
         """Forgets the window."""
         with self._window.lock:
-            _replicas.run(self._strategy, self._window.clear)
+            replicas.run(self._strategy, self._window.clear)
 
     def _check_place(self, method: str) -> None:
-        _window_checks.place_to_apply(self._strategy, _replicas.in_replica(), method)
+        window_checks.place_to_apply(self._strategy, replicas.in_replica(), method)
 
     def _build_optimizer(self) -> None:
         """Makes the variables of the optimizer, where it has a way to: not in a branch later."""
@@ -247,13 +242,13 @@ class GradientAccumulator(tf.Module):
     def _apply(self) -> None:
         """Updates from what is in the window."""
         if tf.executing_eagerly():
-            self._update(_replicas.read(self._window.arrivals).numpy() > 0)
+            self._update(replicas.read(self._window.arrivals).numpy() > 0)
             return
         # In a graph it is fixed which gradients an update has: those that have come so far. For a
         # window with others, because nothing had come yet or because it is shared by functions
         # with different gradients, leave the graph.
         kinds = self._window.kinds()
-        as_expected = tf.reduce_all(tf.equal(_replicas.read(self._window.arrivals) > 0, kinds))
+        as_expected = tf.reduce_all(tf.equal(replicas.read(self._window.arrivals) > 0, kinds))
 
         def update() -> None:
             if kinds.any():
@@ -263,7 +258,7 @@ class GradientAccumulator(tf.Module):
             with tf.control_dependencies([tf.py_function(self._apply_eagerly, [], tf.bool)]):
                 # What is read later in the graph must wait: it does, for what is written here.
                 for variable in self._everything():
-                    for part in _replicas.parts(self._strategy, variable):
+                    for part in replicas.parts(self._strategy, variable):
                         part.assign_add(tf.zeros_like(part))
 
         graph.when(tf.logical_and(as_expected, bool(kinds.any())), update, leave)
@@ -277,27 +272,27 @@ class GradientAccumulator(tf.Module):
         """The variables that an update writes, as far as they are known."""
         window, variables = self._window, getattr(self.optimizer, "variables", [])
         variables = variables() if callable(variables) else variables
-        of_optimizer = [_replicas.tf_variable(variable) for variable in variables]
+        of_optimizer = [replicas.tf_variable(variable) for variable in variables]
         counts = [window.pending, window.total, window.arrivals]
         return [*self._weights, *of_optimizer, *counts, *window.variables_of_sums()]
 
     def _update(self, kinds: Kinds) -> None:
         """Updates from gradients of these kinds, and begins a new window."""
-        _window_checks.some_gradients(bool(kinds.any()))
-        total = _replicas.read(self._window.total)
+        window_checks.some_gradients(bool(kinds.any()))
+        total = replicas.read(self._window.total)
         one = tf.ones_like(total)
         factor = one if self._reduction == "sum" else tf.math.divide_no_nan(one, total)
 
-        def update() -> None:
+        def apply() -> None:
             gradients = self._window.gradients(kinds, factor)
-            _update.apply_gradients(self.optimizer, gradients, self._variables)
+            update.apply_gradients(self.optimizer, gradients, self._variables)
             self._window.clear()
 
-        _replicas.run(self._strategy, update)
+        replicas.run(self._strategy, apply)
 
 
 def _count(variable: Variable) -> Union[int, Tensor]:
-    count = tf.cast(tf.round(_replicas.read(variable)), tf.int32)
+    count = tf.cast(tf.round(replicas.read(variable)), tf.int32)
     return int(count) if tf.executing_eagerly() else count
 
 

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import sys
 import threading
-from typing import Any, Callable, Dict, Iterator, List, Optional
+from typing import Any, Callable, Iterator, List, Optional
 
 # Functions that are replaced for a while
 
@@ -256,7 +256,37 @@ def variables_without_value() -> List[Any]:
     return list(global_state.get_global_attribute("uninitialized_variables", []))
 
 
+# Optimizers
+
+# The method with which an optimizer of Keras 3 sums gradients over replicas. Gradients that are
+# summed already must not be summed again, and there is no argument for it.
+REDUCING = "_all_reduce_sum_gradients"
+
+
+def with_inner_optimizers(value: Any) -> List[Any]:
+    """An optimizer, and all optimizers inside it, each once: those inside inner ones too."""
+    found: List[Any] = []
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        # None of these names is public in all versions. LossScaleOptimizer has an inner optimizer
+        # (_optimizer in older versions, and in many wrappers), MultiOptimizer has several.
+        if hasattr(each, "apply_gradients") and all(each is not other for other in found):
+            found.append(each)
+            names = ("inner_optimizer", "_optimizer")
+            waiting += [getattr(each, name, None) for name in names]
+            waiting += getattr(each, "_inner_optimizers", ())
+    return found
+
+
 # TensorFlow
+
+
+def is_in_xla(graph: Any) -> bool:
+    """Whether XLA will compile a graph that is being traced. XLA needs slices of static size."""
+    from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+
+    return bool(GraphOrParentsInXlaContext(graph))
 
 
 def is_compiled(function: Any) -> bool:
@@ -276,8 +306,3 @@ def autograph_converted(function: Callable[..., Any], status: Any) -> Callable[.
     import tensorflow as tf
 
     return tf.__internal__.autograph.tf_convert(function, status)
-
-
-NAMES: Dict[str, Callable[..., Any]] = {
-    name: value for name, value in list(globals().items()) if callable(value) and name[0] != "_"
-}

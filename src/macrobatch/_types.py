@@ -92,7 +92,7 @@ class Run(NamedTuple):
 
     start: Size
     size: Size
-    count: Size
+    count: Any  # a Size; a tuple has a method of that name
     static: bool
 
 

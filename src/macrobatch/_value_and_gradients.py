@@ -8,14 +8,15 @@ from macrobatch import _checks, _internals
 from macrobatch._batches import checks as batch_checks
 from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
-from macrobatch._fit.padding import low_precision
 from macrobatch._keras import checks as keras_checks
 from macrobatch._keras import stateless
 from macrobatch._keras.scope import Written
-from macrobatch._tensorflow import graph, replicas, sums, trial
+from macrobatch._keras.sequences import low_precision
+from macrobatch._tensorflow import checks, graph, replicas, sums, trial
 from macrobatch._tensorflow import loss_fn as loss_fns
 from macrobatch._tensorflow.engine import ENGINE
-from macrobatch._tensorflow.loop import Loop, after, gradients_of
+from macrobatch._tensorflow.loop import Loop
+from macrobatch._tensorflow.parts import after, gradients_of
 from macrobatch._types import Batch, How, Part, Tensor, names
 
 
@@ -121,8 +122,8 @@ def _value_and_gradients(
     has_aux: bool,
     status: Any,
 ) -> Tuple[Any, Any]:
-    trained = [_checks.variable(variable) for variable in tf.nest.flatten(variables)]
-    _checks.no_variables(trained)
+    trained = [checks.variable(variable) for variable in tf.nest.flatten(variables)]
+    checks.no_variables(trained)
     loss_fns.is_one_batch(batch)
     weights = [replicas.tf_variable(variable) for variable in trained]
     replicas.check_scope(replicas.strategy_of(weights))
@@ -172,9 +173,9 @@ def _value_and_gradients(
     def outcome(micro_batch: Batch) -> trial.Found:
         part = loop.part(micro_batch, [], written.dropped)
         # The scale is about the denominator of a batch like this micro-batch.
-        scale = tf.cast(part.written[0], part.sums[0].dtype)
-        means = [mean * scale for mean in part.sums[:2]]
-        return {"loss": [*means, *(g * scale for g in trial.comparable(part.sums[2:]))]}
+        scale = tf.cast(part.written[0], tf.float64)
+        values = trial.comparable(part.sums)
+        return {"loss": [value * tf.cast(scale, value.dtype) for value in values]}
 
     def dry_run(like: Batch) -> None:
         _dry_run(loss_fn, trained, like)
@@ -195,8 +196,10 @@ def _value_and_gradients(
         trial.check_once(user_fn, weights, micro_batches, check)
         part = loop.run([], _synchronized(written))
     _warn(written)
-    (numerator, denominator, *gradients), scale = part.sums, part.written[0]
-    scale = tf.cast(scale, denominator.dtype)
+    numerator: Tensor
+    denominator: Tensor
+    numerator, denominator, *gradients = part.sums
+    scale = tf.cast(part.written[0], denominator.dtype)
     whole = replicas.sum_over_replicas([numerator * scale, denominator * scale])
     loss = tf.math.divide_no_nan(*whole)
     # d(N / D) = (dN - N / D * dD) / D, and of that the part of this replica.

@@ -12,7 +12,7 @@ from support import MODES, check
 from test_accumulator_everywhere import mirrored
 
 import macrobatch
-from macrobatch._batches import by_length, cut as _lengths
+from macrobatch._batches import cut as _lengths
 from macrobatch._batches import padding as _padding
 
 CUTS = {

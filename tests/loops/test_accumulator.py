@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_accumulator_everywhere import mirrored
 
-from macrobatch import GradientAccumulator, _checks
+from macrobatch import GradientAccumulator, _internals
 from macrobatch._tensorflow import checks as _replica_checks
 
 try:
@@ -664,7 +664,7 @@ def test_each_inner_optimizer_is_found_once():
     inner = [keras.optimizers.SGD(), keras.optimizers.Adam()]
     inner[0]._optimizer = inner[1]
     inner[1]._optimizer = inner[0]  # nobody does that, and nobody should wait for its end
-    found = _checks.with_inner_optimizers(nested(inner[0]))
+    found = _internals.with_inner_optimizers(nested(inner[0]))
     assert [type(each).__name__ for each in found] == [
         "LossScaleOptimizer",
         "MultiOptimizer",

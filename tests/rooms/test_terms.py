@@ -71,8 +71,8 @@ def whole(parts):
     trained = 0.0
     for i, term in enumerate(terms):
         value = sum(float(p.terms[i].numerator) for p in parts) * term.weight
-        if term.count is not None:
-            value /= denominators[term.count] + counts[term.count].padding
+        if term.counted is not None:
+            value /= denominators[term.counted] + counts[term.counted].padding
         trained += value
     numerators = [sum(float(p.terms[i].reported) for p in parts) for i in range(len(terms))]
     values = report.values_of(terms, counts, numerators, denominators, 0.0)

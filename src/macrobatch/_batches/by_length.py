@@ -233,9 +233,10 @@ class ByLength(MicroBatches):
 
     def probe(self, lengths: List[Optional[Size]]) -> Optional[Batch]:
         size = self.sequences.size
-        if not self._engine.is_eager() or None in lengths or {size} == {*lengths, size}:
+        known = [length for length in lengths if length is not None]
+        if not self._engine.is_eager() or known != lengths or {size} == {*known, size}:
             return None  # In a graph, sizes that depend on lengths are those that are not known.
-        return self.taken(0, 1, lengths[0] + 1) if len(set(lengths)) == 1 else None
+        return self.taken(0, 1, known[0] + 1) if len(set(known)) == 1 else None
 
     def restored(self, values: Any) -> Any:
         inverse = ops.argsort(self.order)

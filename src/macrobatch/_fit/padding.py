@@ -17,6 +17,7 @@ from macrobatch._keras import model as models
 from macrobatch._keras import report
 from macrobatch._keras.model import ModelStep
 from macrobatch._keras.scope import without
+from macrobatch._keras.sequences import low_precision
 from macrobatch._tensorflow import replicas, trial
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.loop import Loop
@@ -174,13 +175,6 @@ def _moved(weights: List[Any]) -> List[Tensor]:
         size = tf.maximum(tf.math.reduce_std(value), tf.cast(0.05, value.dtype))
         moved.append(value + size * noise)
     return moved
-
-
-def low_precision(layers: List[Any]) -> bool:
-    """Whether some of these layers compute with less than 32 bits."""
-    dtypes = {getattr(layer, "compute_dtype", None) for layer in layers}
-    dtypes.add(keras.config.dtype_policy().compute_dtype)
-    return not dtypes.isdisjoint({"float16", "bfloat16"})
 
 
 def fixed_parts(declared: Sequence[Any], nest: Any, axis: int) -> List[Tensor]:

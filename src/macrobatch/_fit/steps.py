@@ -15,9 +15,11 @@ from macrobatch._keras import checks as keras_checks
 from macrobatch._keras import losses, report
 from macrobatch._keras import model as models
 from macrobatch._keras.model import ModelStep
+from macrobatch._tensorflow import checks as tensorflow_checks
 from macrobatch._tensorflow import graph, loop_checks, replicas, sums, update
 from macrobatch._tensorflow.engine import ENGINE
-from macrobatch._tensorflow.loop import Loop, after, gradients_of
+from macrobatch._tensorflow.loop import Loop
+from macrobatch._tensorflow.parts import after, gradients_of
 from macrobatch._types import Batch, Gradient, How, Logs, MicroBatches, Part, Size, Tensor, Whole
 
 
@@ -102,7 +104,7 @@ class Steps:
         """This replica's micro-batches, and what is known of the whole batch."""
         model = self.model
         self.check_scope()
-        _checks.optimizer(model.optimizer)
+        tensorflow_checks.optimizer(model.optimizer)
         checks.splittable_layers(_internals.layers_of(model))
         checks.no_overwriting_variables(model.trainable_weights)
         batch = graph.to_tensors(keras.utils.unpack_x_y_sample_weight(data))
@@ -202,7 +204,7 @@ class Steps:
             # A loss scale is a constant before, and a variable after the optimizer is built.
             with tf.init_scope():
                 optimizer.build(trained)
-            _checks.optimizer(optimizer)  # a MultiOptimizer knows its parts only now
+            tensorflow_checks.optimizer(optimizer)  # a MultiOptimizer knows its parts only now
         return optimizer.scale_loss(tf.ones([], keras.config.floatx()))
 
     def _update(self, variables: List[Any], gradients: List[Gradient]) -> None:

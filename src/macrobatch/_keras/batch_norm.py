@@ -5,7 +5,7 @@ are the moments of the whole batch, and move the statistics once per update, not
 """
 
 import contextlib
-from typing import Any, Dict, Iterator, List, NamedTuple
+from typing import Any, Dict, Iterator, List, NamedTuple, Sequence
 
 import keras
 from keras import ops
@@ -96,7 +96,7 @@ def nothing(layer: Any) -> Moments:
     return Moments(ops.zeros([], dtype), zeros, zeros)
 
 
-def over_replicas(moments: List[Moments], engine: Engine) -> List[Moments]:
+def over_replicas(moments: Sequence[Moments], engine: Engine) -> Sequence[Moments]:
     """The moments of the inputs of all replicas, of which one may have had none."""
     if engine.replicas() == 1 or not moments:
         return moments

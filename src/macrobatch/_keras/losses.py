@@ -33,7 +33,7 @@ class Term(NamedTuple):
         name: the name of the loss, or of the layer that added it.
         numerator: N(B_j). Where D is a number of examples, it is already divided by D(B).
         reported: the same for the value that is reported: reduction=None is reported as a mean.
-        count: the place of D among the denominators that are counted; None if it is not counted.
+        counted: the place of D among the denominators that are counted; None if it is not counted.
         weight: the loss weight.
         is_scalar: whether the loss is one number for the batch, which counts as a mean.
         rank: of the values that Keras trains on the sum of, and reports the mean of; 0 if none.
@@ -43,7 +43,7 @@ class Term(NamedTuple):
     name: str
     numerator: Tensor
     reported: Tensor
-    count: Optional[int] = None
+    counted: Optional[int] = None
     weight: Any = 1.0
     is_scalar: bool = False
     rank: int = 0
@@ -155,7 +155,7 @@ class Terms:
         own = ops.sum(functools.reduce(_multiply, factors))
         padding = mask_padding() if masks and loss.reduction in COUNTING else 0.0
         self.counts.append(Count(own, padding))
-        term = term._replace(count=len(self.counts) - 1)
+        term = term._replace(counted=len(self.counts) - 1)
         if weights:
             return term
         return _times(term, ops.cast(own, term.numerator.dtype) + padding)
@@ -164,7 +164,7 @@ class Terms:
         """A mean over the examples, or over what is counted."""
         dtype = term.numerator.dtype
         if count is not None:
-            return _times(term._replace(count=count), ops.cast(self.counts[count].own, dtype))
+            return _times(term._replace(counted=count), ops.cast(self.counts[count].own, dtype))
         share = share_of(self._micro_batch.examples, self._micro_batch.examples_of_all, dtype)
         return _times(term, share if isinstance(uncut, float) else share * ops.cast(uncut, dtype))
 

@@ -218,7 +218,7 @@ class ModelStep:
         dtype = keras.config.floatx()
         parts = [ops.zeros([], dtype) for _ in range(1 + len(self.counts))]
         for term in self.terms:
-            place = 0 if term.count is None else 1 + term.count
+            place = 0 if term.counted is None else 1 + term.counted
             parts[place] = parts[place] + ops.cast(term.numerator * term.weight, dtype)
         if whole.counts is None:
             return [parts[0], *(part / guess for part, guess in zip(parts[1:], self._guess(whole)))]

@@ -38,8 +38,9 @@ def values_of(
     """
     loss, values = penalty, []
     for term, value in zip(terms, numerators):
-        if term.count is not None:
-            value = ops.divide_no_nan(value, denominators[term.count] + counts[term.count].padding)
+        if term.counted is not None:
+            total = denominators[term.counted] + counts[term.counted].padding
+            value = ops.divide_no_nan(value, total)
         loss = loss + value * term.weight
         values.append(value)
     return Reported(loss, values)

@@ -119,7 +119,10 @@ class Written:
         return [*self.pooled, *self.decaying]
 
     def write(
-        self, written: List[Optional[Tensor]], moments: List[batch_norm.Moments], engine: Engine
+        self,
+        written: Sequence[Optional[Tensor]],
+        moments: Sequence[batch_norm.Moments],
+        engine: Engine,
     ) -> None:
         """Writes what the last micro-batch has left, and moves the pooled statistics.
 

@@ -1,8 +1,11 @@
-"""Metrics of sequences that are cut: each example weighs as if nothing had been cut off."""
+"""Sequences that are cut: in metrics each example weighs as if nothing had been cut off; and how
+precisely a model computes, for comparing it with and without padding.
+"""
 
 import contextlib
-from typing import Any, Callable, ContextManager, Optional
+from typing import Any, Callable, ContextManager, List, Optional
 
+import keras
 from keras import ops
 
 from macrobatch import _internals
@@ -37,3 +40,10 @@ def over_whole_sequences(
         return reduce(values, sample_weight, reduce_fn, dtype)
 
     return _internals.with_samplewise_values(reduce_whole)
+
+
+def low_precision(layers: List[Any]) -> bool:
+    """Whether some of these layers compute with less than 32 bits."""
+    dtypes = {getattr(layer, "compute_dtype", None) for layer in layers}
+    dtypes.add(keras.config.dtype_policy().compute_dtype)
+    return not dtypes.isdisjoint({"float16", "bfloat16"})

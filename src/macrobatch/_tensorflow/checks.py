@@ -1,10 +1,11 @@
-"""Checks of what users do with strategies. Runs on TensorFlow 1.14 too."""
+"""Checks of strategies, optimizers and variables. Runs on TensorFlow 1.14 too."""
 
 from typing import Any, Sequence
 
 import tensorflow as tf
 
-from macrobatch import _checks
+from macrobatch import _internals
+from macrobatch._checks import shown
 
 
 def parameter_servers(is_used: bool) -> None:
@@ -36,7 +37,7 @@ def fits_replicas(model: Any, strategy: Any) -> None:
 
 def optimizer_on_replicas(value: Any) -> None:
     """Raises for optimizers that several replicas cannot call together."""
-    for each in _checks.with_inner_optimizers(value):
+    for each in _internals.with_inner_optimizers(value):
         frequency = getattr(each, "ema_overwrite_frequency", None)
         if getattr(each, "use_ema", False) and frequency:
             raise ValueError(
@@ -91,4 +92,35 @@ def even_replicas(examples: Sequence[int], synchronized: Sequence[str]) -> None:
             "Layers with synchronized=True need the same number of examples on each replica. "
             f"Received: {synchronized}, and replicas with {list(examples)} examples. Choose a "
             "batch size that the number of replicas divides, with drop_remainder=True."
+        )
+
+
+def optimizer(value: Any) -> None:
+    """Raises if the optimizer, or one inside it, accumulates by itself."""
+    for each in _internals.with_inner_optimizers(value):
+        if getattr(each, "gradient_accumulation_steps", None):
+            raise ValueError(
+                "The optimizer accumulates gradients by itself, over several steps. "
+                f"Received: gradient_accumulation_steps={each.gradient_accumulation_steps} on "
+                f"{type(each).__name__}. Leave it out: macrobatch itself makes one update of them "
+                "all."
+            )
+
+
+def variable(value: Any) -> Any:
+    """Returns `value`, if it is a variable."""
+    if not hasattr(value, "assign") or not hasattr(value, "value"):
+        raise ValueError(
+            "variables must be a nest of variables, model.trainable_variables for instance. "
+            f"Received: {shown(value)}."
+        )
+    return value
+
+
+def no_variables(variables: Sequence[Any]) -> None:
+    """Raises if there is nothing to train."""
+    if not variables:
+        raise ValueError(
+            "There must be at least one variable. Received: variables is empty. If they are those "
+            "of a model, build it first: model.build(...), or call it once."
         )

@@ -7,16 +7,14 @@ from typing import Any, Callable, ContextManager, Iterator, List, Tuple
 
 import tensorflow as tf
 
-# Whether the code being traced will be compiled by XLA is not public, and decides how to cut: XLA
-# needs slices of static size. tests/rooms/test_internals.py notices if this name goes.
-from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
+from macrobatch import _internals
 
 
 def in_xla() -> bool:
     """Whether the graph being traced will be compiled by XLA."""
-    return not tf.executing_eagerly() and GraphOrParentsInXlaContext(
-        tf.compat.v1.get_default_graph()
-    )
+    if tf.executing_eagerly():
+        return False
+    return _internals.is_in_xla(tf.compat.v1.get_default_graph())
 
 
 # How a refusal is found again in the message of a graph's error.

@@ -17,9 +17,9 @@ from typing import Any, Callable, List, Optional, Sequence
 
 import tensorflow as tf
 
-from macrobatch._tensorflow import checks, folds, graph, leaves, replicas, sums
+from macrobatch._tensorflow import checks, folds, graph, leaves, parts, replicas, sums
 from macrobatch._tensorflow.trace import Traced
-from macrobatch._types import Batch, Gradient, How, MicroBatches, Part, Run, Step, Tensor
+from macrobatch._types import Batch, How, MicroBatches, Part, Run, Step, Tensor
 
 # Zeros that the first gradients are added to are a pass over memory as large as the model. Leaving
 # it out takes a second copy of the step in the graph, which is some 20 MiB of what kernels keep: so
@@ -175,13 +175,13 @@ class Loop:
         for run in micro_batches.runs:
             for index in range(int(run.count)):
                 # In a graph they could be in memory side by side.
-                with after(() if total is None else (total.sums, values)):
+                with parts.after(() if total is None else (total.sums, values)):
                     micro_batch = micro_batches.get(run, index)
                     part = self._step(micro_batch, values, counts, How())
                 if len(part.written) > len(values):
                     values += self._read()[len(values) :]
                 values = [old if new is None else new for new, old in zip(part.written, values)]
-                total = _added(total, part)
+                total = parts.added(total, part)
                 collected.append(part.aux)
                 lengths.append(micro_batches.length_of(micro_batch))
         assert total is not None
@@ -220,7 +220,7 @@ class Loop:
             for i, value in zip(changing, state[len(present) :]):
                 values[i] = value
             part = call(micro_batch, values, counts)
-            return _items(part), part.aux
+            return parts.items_of(part), part.aux
 
         def run_all(run: Run, done: Any, state: List[Any]) -> Any:
             everything = folds.All(run, pieces)
@@ -236,7 +236,9 @@ class Loop:
                 items, aux = part_of(micro_batches.first(), state)
                 state = [fold.first(*pair) for fold, *pair in zip(all_folds, state, items)]
                 kept = everything.push(kept, aux, 0)
-                with after(state):  # or its activations could be in memory beside the next ones'
+                with parts.after(
+                    state
+                ):  # or its activations could be in memory beside the next ones'
                     index = tf.constant(1)
             # The default of 10 parallel iterations would let their activations overlap in memory.
             _, state, kept = tf.while_loop(
@@ -254,7 +256,7 @@ class Loop:
             collected.append(kept)
             done += run.count
         results = [fold.finish(each) for fold, each in zip(all_folds, state)]
-        return _rebuilt(like, results)._replace(aux=self._joined(like, collected))
+        return parts.rebuilt(like, results)._replace(aux=self._joined(like, collected))
 
     def _joined(self, like: Part, collected: List[Any]) -> Any:
         if not like.aux:
@@ -264,80 +266,3 @@ class Loop:
         found = iter([leaves.joined(each.kind, p) for each, p in zip(pieces, parts)])
         flat = [None if leaf is None else next(found) for leaf in tf.nest.flatten(nest)]
         return self._micro_batches.restored(tf.nest.pack_sequence_as(nest, flat))
-
-
-def _items(part: Part) -> List[Any]:
-    """What folds take of a part, in their order."""
-    present = [each for each in (*part.sums, *part.counts) if each is not None]
-    changed = [value for value in part.written if value is not None]
-    return [*present, *changed, *part.moments, part.latest]
-
-
-def _rebuilt(like: Part, items: List[Any]) -> Part:
-    """A part like another one, with these items."""
-    remaining = iter(items)
-
-    def filled(values: List[Any]) -> List[Any]:
-        return [None if value is None else next(remaining) for value in values]
-
-    return Part(
-        filled(like.sums),
-        filled(like.counts),
-        filled(like.written),
-        filled(like.moments),
-        next(remaining),
-    )
-
-
-def _added(total: Optional[Part], part: Part) -> Part:
-    """The part of all micro-batches so far."""
-    wide = [sums.merge_rows(sums.widened(each)) for each in part.sums]
-    if total is None:
-        return part._replace(sums=wide)
-    if len(part.sums) != len(total.sums):
-        raise ValueError(
-            "Every micro-batch must have a loss of the same terms. Received: a micro-batch with "
-            f"{len(part.sums)} values to be summed, after one with {len(total.sums)}. Look for "
-            "masks or sample weights that only some batches have."
-        )
-    written = [
-        old if new is None else new
-        for new, old in zip(part.written, [*total.written, *[None] * len(part.written)])
-    ]
-    known = len(total.moments)
-    moments = [before.merged(now) for before, now in zip(total.moments, part.moments)]
-    return Part(
-        sums=[sums.merge_rows(sums.add(*pair)) for pair in zip(total.sums, wide)],
-        counts=[before + now for before, now in zip(total.counts, part.counts)],
-        written=written,
-        moments=[*moments, *part.moments[known:]],
-        latest=part.latest,
-    )
-
-
-def gradients_of(tape: tf.GradientTape, loss: Tensor, weights: List[Any]) -> List[Gradient]:
-    """The gradients of a loss, with the shapes of the variables, which the tape may not know."""
-    return [
-        _shaped(gradient, v.shape) for gradient, v in zip(tape.gradient(loss, weights), weights)
-    ]
-
-
-def _shaped(gradient: Gradient, shape: tf.TensorShape) -> Gradient:
-    if isinstance(gradient, tf.IndexedSlices):
-        dense_shape = tf.constant(shape.as_list(), gradient.indices.dtype)
-        return tf.IndexedSlices(gradient.values, gradient.indices, dense_shape)
-    if gradient is not None:
-        gradient.set_shape(shape)
-    return gradient
-
-
-def after(values: Any) -> Any:
-    """A context whose operations run once all of these values are there.
-
-    Without it a variable could change, or the optimizer count an update, although another
-    micro-batch is about to fail.
-    """
-    everything = tf.nest.flatten(values, expand_composites=True)
-    with tf.control_dependencies([tensor for tensor in everything if tensor is not None]):
-        ready = tf.no_op()
-    return tf.control_dependencies([] if tf.executing_eagerly() else [ready])

@@ -7,9 +7,7 @@ from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence
 
 import tensorflow as tf
 
-from macrobatch._tensorflow import checks as _replica_checks
-from macrobatch._tensorflow import graph
-from macrobatch._tensorflow import sums as _sums
+from macrobatch._tensorflow import checks, graph, sums
 
 
 def tf_variable(variable: Any) -> Any:
@@ -24,14 +22,14 @@ def strategy_of(variables: Iterable[Any]) -> Any:
     strategies = [getattr(variable, "distribute_strategy", None) for variable in variables]
     # Variables of a ParameterServerStrategy do not tell that they are, but where they are.
     alone = [v for v, strategy in zip(variables, strategies) if strategy is None]
-    _replica_checks.parameter_servers(any("/job:ps" in (v.device or "") for v in alone))
-    _replica_checks.one_strategy(strategies, variables)
+    checks.parameter_servers(any("/job:ps" in (v.device or "") for v in alone))
+    checks.one_strategy(strategies, variables)
     return strategies[0] if strategies else None
 
 
 def check_scope(strategy: Any) -> None:
     """Raises in a replica if variables of this strategy, or of none, are not its own."""
-    _replica_checks.made_in_scope(strategy, tf.distribute.get_strategy(), in_several())
+    checks.made_in_scope(strategy, tf.distribute.get_strategy(), in_several())
 
 
 def in_replica() -> bool:
@@ -81,13 +79,13 @@ def sum_over_replicas(values: List[Any]) -> List[Any]:
     if not in_several():
         return values
     context = tf.distribute.get_replica_context()
-    sums: Dict[int, Any] = {}
+    found: Dict[int, Any] = {}
     # A strategy packs what it is given at one time into few large messages, of one dtype each.
     for dtype in sorted({value.dtype.name for value in values}):
         indices = [i for i, value in enumerate(values) if value.dtype.name == dtype]
         same = [_with_a_row(values[i]) for i in indices]
-        sums.update(zip(indices, context.all_reduce(tf.distribute.ReduceOp.SUM, same)))
-    return [_without_it(sums[i]) for i in range(len(values))]
+        found.update(zip(indices, context.all_reduce(tf.distribute.ReduceOp.SUM, same)))
+    return [_without_it(found[i]) for i in range(len(values))]
 
 
 def _with_a_row(value: Any) -> Any:
@@ -107,15 +105,15 @@ def _without_it(value: Any) -> Any:
     return tf.IndexedSlices(values, indices, value.dense_shape)
 
 
-def total_counts(counts: List[Any]) -> List[Any]:
+def total_counts(counts: Sequence[Any]) -> List[Any]:
     """The sums of numbers over all replicas. None stays None, as do all where there is one."""
     if not in_several():
-        return counts
+        return list(counts)
     there = [count for count in counts if count is not None]
     is_double = any(getattr(count, "dtype", None) == tf.float64 for count in there)
     dtype = tf.float64 if is_double else tf.float32
-    sums = iter(sum_over_replicas([tf.cast(count, dtype) for count in there]))
-    return [count if count is None else next(sums) for count in counts]
+    totals = iter(sum_over_replicas([tf.cast(count, dtype) for count in there]))
+    return [count if count is None else next(totals) for count in counts]
 
 
 def for_reduction(logs: Any) -> Any:
@@ -173,8 +171,8 @@ def from_first_replica(values: List[Any]) -> List[Any]:
     context = tf.distribute.get_replica_context()
     is_first = tf.equal(context.replica_id_in_sync_group, 0)
     masked = [tf.where(is_first, value, tf.zeros_like(value)) for value in values]
-    sums = sum_over_replicas([_sums.widened(value) for value in masked])
-    return [tf.cast(each, value.dtype) for each, value in zip(sums, values)]
+    totals = sum_over_replicas([sums.widened(value) for value in masked])
+    return [tf.cast(each, value.dtype) for each, value in zip(totals, values)]
 
 
 def max_over_replicas(values: List[Any]) -> List[Any]:

@@ -8,10 +8,8 @@ from typing import Any, Callable, Dict, List, Optional, Set
 
 import tensorflow as tf
 
-from macrobatch import _checks
-from macrobatch._tensorflow import checks as _replica_checks
-from macrobatch._tensorflow import replicas as _replicas
-from macrobatch._tensorflow import sums as _sums
+from macrobatch import _internals
+from macrobatch._tensorflow import checks, replicas, sums
 from macrobatch._types import Gradient
 
 
@@ -21,18 +19,18 @@ def apply_gradients(optimizer: Any, gradients: List[Gradient], variables: List[A
     Left to itself an optimizer would clip the part of each replica, and Keras 3 take a row that
     several replicas bring for different rows. So they are summed before it sees them.
     """
-    if _replicas.in_several():
-        _replica_checks.optimizer_on_replicas(optimizer)
-    arguments = _no_reduction_of_its_own(optimizer) if _replicas.in_several() else None
+    if replicas.in_several():
+        checks.optimizer_on_replicas(optimizer)
+    arguments = _no_reduction_of_its_own(optimizer) if replicas.in_several() else None
     if arguments is not None:
         gradients = _agreed(gradients, variables)
         there = [gradient for gradient in gradients if gradient is not None]
-        sums = iter(_replicas.sum_over_replicas(there))
-        gradients = [g if g is None else _sums.merge_rows(next(sums)) for g in gradients]
+        totals = iter(replicas.sum_over_replicas(there))
+        gradients = [g if g is None else sums.merge_rows(next(totals)) for g in gradients]
     # Sums are float32 or wider, also those over replicas; variables may be narrower.
     dtypes = [tf.as_dtype(variable.dtype).base_dtype for variable in variables]
-    gradients = [_sums.cast(gradient, dtype) for gradient, dtype in zip(gradients, dtypes)]
-    all_optimizers = [] if arguments is None else _checks.with_inner_optimizers(optimizer)
+    gradients = [sums.cast(gradient, dtype) for gradient, dtype in zip(gradients, dtypes)]
+    all_optimizers = [] if arguments is None else _internals.with_inner_optimizers(optimizer)
     summed = [id(each) for each in all_optimizers]
     with _counting:
         _reduced.update(summed)
@@ -45,7 +43,7 @@ def apply_gradients(optimizer: Any, gradients: List[Gradient], variables: List[A
 
 def is_of_keras_3(optimizer: Any) -> bool:
     """Whether an optimizer is one of Keras 3, known by what it sums over replicas with."""
-    return hasattr(optimizer, "_all_reduce_sum_gradients")
+    return hasattr(optimizer, _internals.REDUCING)
 
 
 def _agreed(gradients: List[Gradient], variables: List[Any]) -> List[Gradient]:
@@ -54,16 +52,16 @@ def _agreed(gradients: List[Gradient], variables: List[Any]) -> List[Gradient]:
         return gradients
     sparse = [isinstance(gradient, tf.IndexedSlices) for gradient in gradients]
     dense = [g is not None and not rows for g, rows in zip(gradients, sparse)]
-    (counts,) = _replicas.sum_over_replicas([tf.constant([sparse, dense], tf.float32)])
+    (counts,) = replicas.sum_over_replicas([tf.constant([sparse, dense], tf.float32)])
     agreed = []
     for gradient, variable, some_rows, some_dense in zip(gradients, variables, *counts.numpy()):
-        shape, dtype = tf.TensorShape(variable.shape), _sums.wide(tf.as_dtype(variable.dtype))
+        shape, dtype = tf.TensorShape(variable.shape), sums.wide(tf.as_dtype(variable.dtype))
         if gradient is None and some_dense:
             gradient = tf.zeros(shape, dtype)
         elif gradient is None and some_rows:
             none = tf.zeros([0, *shape[1:]], dtype)
             gradient = tf.IndexedSlices(none, tf.zeros([0], tf.int64), tf.constant(shape, tf.int64))
-        agreed.append(_sums.dense(gradient) if some_dense else gradient)
+        agreed.append(sums.dense(gradient) if some_dense else gradient)
     return agreed
 
 
@@ -82,7 +80,7 @@ def _no_reduction_of_its_own(optimizer: Any) -> Optional[Dict[str, bool]]:
                 return {name: value}
         return None  # tf.compat.v1.train, which takes the sum itself, also of rows
     # Keras 3 has no public way. An inner optimizer may have a method of its own.
-    for each in _checks.with_inner_optimizers(optimizer):
+    for each in _internals.with_inner_optimizers(optimizer):
         if is_of_keras_3(each):
             _reduce_once(type(each))
     return {}
@@ -95,8 +93,8 @@ _own: Set[Callable[..., Any]] = set()
 
 def _reduce_once(kind: type) -> None:
     """Keeps optimizers of this class from summing again; for other calls the class is as before."""
-    owner: Any = next(c for c in kind.__mro__ if "_all_reduce_sum_gradients" in vars(c))
-    reduce = vars(owner)["_all_reduce_sum_gradients"]
+    owner: Any = next(c for c in kind.__mro__ if _internals.REDUCING in vars(c))
+    reduce = vars(owner)[_internals.REDUCING]
     if reduce in _own:
         return
 
@@ -105,7 +103,7 @@ def _reduce_once(kind: type) -> None:
         return list(pairs) if _reduced[id(self)] > 0 else reduce(self, pairs)
 
     _own.add(reduce_once)
-    owner._all_reduce_sum_gradients = reduce_once
+    setattr(owner, _internals.REDUCING, reduce_once)
 
 
 # In tf_keras: its optimizers, and the legacy ones.

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any, List, Optional, Tuple
 import numpy as np
 import tensorflow as tf
 
-from macrobatch._tensorflow import graph
-from macrobatch._tensorflow import replicas as _replicas
-from macrobatch._tensorflow import sums as _sums
+from macrobatch._tensorflow import graph, replicas, sums
 from macrobatch._tensorflow import window_checks as _window_checks
 from macrobatch._types import Gradient, Tensor, Variable
 
@@ -69,13 +67,13 @@ class Window(tf.Module):
         self._shapes = tuple(tuple(tf.TensorShape(v.shape).as_list()) for v in variables)
         self._dtypes = tuple(tf.as_dtype(v.dtype) for v in variables)
         wide = tf.float64 if _needs_double(self._dtypes) else tf.float32
-        pending = _replicas.variable(strategy, [], tf.float32, "pending")
+        pending = replicas.variable(strategy, [], tf.float32, "pending")
         # A second name for a variable that every checkpoint has: older checkpoints, which lack
         # the name, still have a value for each variable. TensorFlow asks for the first name only.
         setattr(self, _REDUCTION + reduction, pending)
         self.pending = pending
-        self.total = _replicas.variable(strategy, [], wide, "total_weight")
-        self.arrivals = _replicas.variable(strategy, [2, len(variables)], tf.float32, "arrivals")
+        self.total = replicas.variable(strategy, [], wide, "total_weight")
+        self.arrivals = replicas.variable(strategy, [2, len(variables)], tf.float32, "arrivals")
 
     def prepared(self, gradients: List[Gradient]) -> List[Gradient]:
         """The gradients in the form in which they are summed. Changes nothing."""
@@ -83,23 +81,23 @@ class Window(tf.Module):
         for gradient, dtype, shape in zip(gradients, self._dtypes, self._shapes):
             if isinstance(gradient, tf.IndexedSlices):  # which need not know their table
                 gradient = tf.IndexedSlices(gradient.values, gradient.indices, tf.constant(shape))
-            prepared.append(_sums.cast(gradient, _sums.wide(dtype), tf.int64))
+            prepared.append(sums.cast(gradient, sums.wide(dtype), tf.int64))
         return prepared
 
     def make_sums(self, gradients: List[Gradient]) -> None:
         """Makes the sums that are missing for prepared gradients. Replicas meet here."""
         for kind, index in np.argwhere(self._kinds_of(gradients)):
             if not self._has_sum(kind, index):
-                _replicas.once(functools.partial(self._make_sum, kind, index))
+                replicas.once(functools.partial(self._make_sum, kind, index))
 
     def add(self, gradients: List[Gradient], weight: Optional[Tensor]) -> None:
         """Adds prepared gradients; with a weight of None, as they are."""
         kinds = self._kinds_of(gradients)
         if not kinds[ROWS].any():
-            gradients = [_sums.dense(gradient) for gradient in gradients]
+            gradients = [sums.dense(gradient) for gradient in gradients]
         if weight is not None:
-            gradients = [_sums.scaled(gradient, weight) for gradient in gradients]
-        arrived = _replicas.local(self.arrivals) > 0
+            gradients = [sums.scaled(gradient, weight) for gradient in gradients]
+        arrived = replicas.local(self.arrivals) > 0
         # Mostly all have arrived before: then a graph needs no choice for each variable.
         done = graph.when(
             tf.reduce_all(tf.logical_or(arrived, np.logical_not(kinds))),
@@ -115,16 +113,16 @@ class Window(tf.Module):
 
     def gradients(self, kinds: Kinds, factor: Tensor) -> List[Gradient]:
         """The sums of these kinds times a factor: in a replica, its part of them."""
-        arrived = _replicas.local(self.arrivals) > 0
+        arrived = replicas.local(self.arrivals) > 0
         gradients = []
         for index in range(len(self._dtypes)):
             total: Gradient = None
             if kinds[DENSE, index]:
-                total = _replicas.local(self._sum(DENSE, index)[0])
-                total = _sums.scaled(total, arrived[DENSE, index])
+                total = replicas.local(self._sum(DENSE, index)[0])
+                total = sums.scaled(total, arrived[DENSE, index])
             if kinds[ROWS, index]:
-                total = _sums.add(total, self._rows(index, arrived[ROWS, index]))
-            gradients.append(_sums.scaled(total, factor))
+                total = sums.add(total, self._rows(index, arrived[ROWS, index]))
+            gradients.append(sums.scaled(total, factor))
         return gradients
 
     def clear(self) -> None:
@@ -165,7 +163,7 @@ class Window(tf.Module):
 
     def _rows(self, index: int, arrived: Tensor) -> tf.IndexedSlices:
         """The rows of a sum, none of them if nothing has arrived."""
-        values, indices = (_replicas.local(variable) for variable in self._sum(ROWS, index))
+        values, indices = (replicas.local(variable) for variable in self._sum(ROWS, index))
         end = tf.where(arrived, tf.int32.max, 0)  # a slice ends where its tensor does, at most
         shape = tf.constant(self._shapes[index], tf.int64)
         return tf.IndexedSlices(values[:end], indices[:end], shape)
@@ -176,7 +174,7 @@ class Window(tf.Module):
             if isinstance(gradient, tf.IndexedSlices):
                 values, indices = self._sum(ROWS, index)
                 rows = self._rows(index, True if arrived is None else arrived[ROWS, index])
-                rows = _sums.merge_rows(_sums.add_rows(rows, gradient))
+                rows = sums.merge_rows(sums.add_rows(rows, gradient))
                 values.assign(rows.values)
                 indices.assign(rows.indices)
             elif gradient is not None:
@@ -184,20 +182,20 @@ class Window(tf.Module):
                 if arrived is None:
                     total.assign_add(gradient)
                 else:
-                    kept = _sums.scaled(_replicas.local(total), arrived[DENSE, index])
+                    kept = sums.scaled(replicas.local(total), arrived[DENSE, index])
                     total.assign(kept + gradient)
 
     def _make_sum(self, kind: int, index: int) -> None:
         with self.lock:
             if self._has_sum(kind, index):  # by now: another thread was faster
                 return
-            shape, dtype = self._shapes[index], _sums.wide(self._dtypes[index])
+            shape, dtype = self._shapes[index], sums.wide(self._dtypes[index])
             if kind == DENSE:
-                made = [_replicas.variable(self._strategy, shape, dtype, "dense")]
+                made = [replicas.variable(self._strategy, shape, dtype, "dense")]
             else:
                 made = [
-                    _replicas.variable(self._strategy, [None, *shape[1:]], dtype, "values"),
-                    _replicas.variable(self._strategy, [None], tf.int64, "indices", summed=False),
+                    replicas.variable(self._strategy, [None, *shape[1:]], dtype, "values"),
+                    replicas.variable(self._strategy, [None], tf.int64, "indices", summed=False),
                 ]
             self._making = True
             for name, variable in zip(self._names(kind, index), made):
@@ -233,24 +231,24 @@ class Window(tf.Module):
 
     def _tidy_up(self) -> None:
         """Clears what is left over from another window, so that it is not summed over replicas."""
-        arrivals = [part.numpy() for part in _replicas.parts(self._strategy, self.arrivals)]
+        arrivals = [part.numpy() for part in replicas.parts(self._strategy, self.arrivals)]
         for kind, index in np.argwhere(self.kinds()):
             for variable in self._sum(kind, index):
-                for part, arrived in zip(_replicas.parts(self._strategy, variable), arrivals):
+                for part, arrived in zip(replicas.parts(self._strategy, variable), arrivals):
                     if not arrived[kind, index]:
                         part.assign(_nothing(part))
 
     def _align_rows(self) -> None:
         """Gives all replicas the same rows, so that they can be summed."""
         for _, index in np.argwhere(self.kinds()[[ROWS]]):
-            both = (_replicas.parts(self._strategy, v) for v in self._sum(ROWS, index))
-            replicas = list(zip(*both))
-            rows, _ = tf.unique(_replicas.gathered(self._strategy, self._sum(ROWS, index)[1]))
-            for values, indices in replicas:
+            both = (replicas.parts(self._strategy, v) for v in self._sum(ROWS, index))
+            pairs = list(zip(*both))
+            rows, _ = tf.unique(replicas.gathered(self._strategy, self._sum(ROWS, index)[1]))
+            for values, indices in pairs:
                 shape = [rows.shape.as_list()[0], *values.shape.as_list()[1:]]
                 none = tf.IndexedSlices(tf.zeros(shape, values.dtype), rows)
                 own = tf.IndexedSlices(values.read_value(), indices.read_value())
-                aligned = _sums.merge_rows(_sums.add_rows(none, own))
+                aligned = sums.merge_rows(sums.add_rows(none, own))
                 values.assign(aligned.values)
                 indices.assign(aligned.indices)
 

@@ -1,11 +1,13 @@
-"""What GradientAccumulator checks, and its messages. Those that it shares are in _checks."""
+"""What GradientAccumulator checks, and its messages. Those that it shares are in checks."""
 
 import numbers
 from typing import Any, List, Optional, Sequence
 
 import tensorflow as tf
 
-from macrobatch import _checks
+from macrobatch import _internals
+from macrobatch._checks import shown
+from macrobatch._tensorflow import checks
 from macrobatch._types import Check, Gradient, Tensor, Variable
 
 
@@ -43,10 +45,10 @@ def applies_gradients(value: Any, nonfinite: str) -> None:
     if not callable(getattr(value, "apply_gradients", None)):
         raise ValueError(
             "optimizer must have a method apply_gradients, as those of Keras, tf_keras and "
-            f"tf.compat.v1.train have. Received: {_checks.shown(value)}."
+            f"tf.compat.v1.train have. Received: {shown(value)}."
         )
-    _checks.optimizer(value)
-    scaled = any(_has_dynamic_scale(each) for each in _checks.with_inner_optimizers(value))
+    checks.optimizer(value)
+    scaled = any(_has_dynamic_scale(each) for each in _internals.with_inner_optimizers(value))
     if nonfinite == "skip" and scaled:
         raise ValueError(
             'nonfinite="skip" would hide from the optimizer the overflows that its dynamic loss '
@@ -82,7 +84,7 @@ def gradients(value: Any, variables: Sequence[Variable]) -> List[Gradient]:
         raise ValueError(
             f"There must be one gradient for each of the {len(variables)} variables, None where "
             "there is none: pass tape.gradient(loss, variables), without the variables. "
-            f"Received: {len(flat)} gradients, {_checks.shown(value)}."
+            f"Received: {len(flat)} gradients, {shown(value)}."
         )
     return [_fitting(gradient, variable) for gradient, variable in zip(flat, variables)]
 

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from macrobatch import _internals
-from macrobatch._tensorflow import replicas as _replicas
+from macrobatch._tensorflow import replicas
 from macrobatch._workers import checks
 
 # What writes files, with nothing else to it.
@@ -28,7 +28,7 @@ def callbacks_of(strategy: Any, callbacks: Any) -> Any:
     kept: List[Any] = []
     for callback in callbacks:
         if type(callback) is keras.callbacks.BackupAndRestore:
-            several = _replicas.has_several_workers(strategy)
+            several = replicas.has_several_workers(strategy)
             by_epoch = several or callback.save_freq == "epoch"
             kept.append(_Backup(strategy, callback) if by_epoch else callback)
         elif is_chief or type(callback) not in _WRITERS:

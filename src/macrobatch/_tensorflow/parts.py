@@ -1,0 +1,85 @@
+"""The parts of micro-batches: how they are put together one by one, and what waits for them."""
+
+from typing import Any, List, Optional
+
+import tensorflow as tf
+
+from macrobatch._tensorflow import sums
+from macrobatch._types import Gradient, Part, Tensor
+
+
+def items_of(part: Part) -> List[Any]:
+    """What folds take of a part, in their order."""
+    present = [each for each in (*part.sums, *part.counts) if each is not None]
+    changed = [value for value in part.written if value is not None]
+    return [*present, *changed, *part.moments, part.latest]
+
+
+def rebuilt(like: Part, items: List[Any]) -> Part:
+    """A part like another one, with these items."""
+    remaining = iter(items)
+
+    def filled(values: Sequence[Any]) -> List[Any]:
+        return [None if value is None else next(remaining) for value in values]
+
+    return Part(
+        filled(like.sums),
+        filled(like.counts),
+        filled(like.written),
+        filled(like.moments),
+        next(remaining),
+    )
+
+
+def added(total: Optional[Part], part: Part) -> Part:
+    """The part of all micro-batches so far."""
+    wide = [sums.merge_rows(sums.widened(each)) for each in part.sums]
+    if total is None:
+        return part._replace(sums=wide)
+    if len(part.sums) != len(total.sums):
+        raise ValueError(
+            "Every micro-batch must have a loss of the same terms. Received: a micro-batch with "
+            f"{len(part.sums)} values to be summed, after one with {len(total.sums)}. Look for "
+            "masks or sample weights that only some batches have."
+        )
+    written = [
+        old if new is None else new
+        for new, old in zip(part.written, [*total.written, *[None] * len(part.written)])
+    ]
+    known = len(total.moments)
+    moments = [before.merged(now) for before, now in zip(total.moments, part.moments)]
+    return Part(
+        sums=[sums.merge_rows(sums.add(*pair)) for pair in zip(total.sums, wide)],
+        counts=[before + now for before, now in zip(total.counts, part.counts)],
+        written=written,
+        moments=[*moments, *part.moments[known:]],
+        latest=part.latest,
+    )
+
+
+def gradients_of(tape: tf.GradientTape, loss: Tensor, weights: List[Any]) -> List[Gradient]:
+    """The gradients of a loss, with the shapes of the variables, which the tape may not know."""
+    return [
+        _shaped(gradient, v.shape) for gradient, v in zip(tape.gradient(loss, weights), weights)
+    ]
+
+
+def _shaped(gradient: Gradient, shape: tf.TensorShape) -> Gradient:
+    if isinstance(gradient, tf.IndexedSlices):
+        dense_shape = tf.constant(shape.as_list(), gradient.indices.dtype)
+        return tf.IndexedSlices(gradient.values, gradient.indices, dense_shape)
+    if gradient is not None:
+        gradient.set_shape(shape)
+    return gradient
+
+
+def after(values: Any) -> Any:
+    """A context whose operations run once all of these values are there.
+
+    Without it a variable could change, or the optimizer count an update, although another
+    micro-batch is about to fail.
+    """
+    everything = tf.nest.flatten(values, expand_composites=True)
+    with tf.control_dependencies([tensor for tensor in everything if tensor is not None]):
+        ready = tf.no_op()
+    return tf.control_dependencies([] if tf.executing_eagerly() else [ready])

@@ -1,0 +1,126 @@
+"""Imports go one way, and each room keeps to itself. Reads the source only: no TensorFlow."""
+
+import ast
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[2] / "src" / "macrobatch"
+FILES = {
+    ".".join(("macrobatch", *path.relative_to(ROOT).with_suffix("").parts)): path
+    for path in sorted(ROOT.rglob("*.py"))
+    if path.name != "__init__.py"
+}
+
+# Who may import whom. A room may always import from itself.
+SHARED = {"_types", "_checks", "_internals"}
+MAY_IMPORT = {
+    "_types": set(),
+    "_checks": set(),
+    "_internals": set(),
+    "_tensorflow": SHARED,
+    "_batches": SHARED,
+    "_keras": SHARED,
+    "_workers": {*SHARED, "_tensorflow"},
+    "_fit": {*SHARED, "_tensorflow", "_batches", "_keras", "_workers"},
+    "_gradient_accumulator": {*SHARED, "_tensorflow"},
+    "_value_and_gradients": {*SHARED, "_tensorflow", "_batches", "_keras"},
+    "_accumulate": {*SHARED, "_tensorflow", "_batches", "_keras", "_fit"},
+    "cli": {"_workers"},
+    "__main__": {"cli"},
+}
+
+# What runs on TensorFlow 1.14, where there is no Keras 3.
+ON_TENSORFLOW_1 = {
+    "_types",
+    "_checks",
+    "_internals",
+    "_gradient_accumulator",
+    "_tensorflow.graph",
+    "_tensorflow.sums",
+    "_tensorflow.replicas",
+    "_tensorflow.update",
+    "_tensorflow.window",
+    "_tensorflow.window_checks",
+    "_tensorflow.checks",
+}
+
+# Names with an underscore that are not private names of somebody else.
+OWN_OR_PUBLIC = {"_replace", "_fields", "_getframe", "_exit"}
+
+
+def imports_of(path):
+    """The modules that a file imports when it is imported."""
+    tree = ast.parse(path.read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (name.name for name in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.module
+            yield from (f"{node.module}.{name.name}" for name in node.names)
+
+
+def at_import_time(path):
+    tree = ast.parse(path.read_text())
+    for node in tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = getattr(node, "module", None)
+            yield from ([module] if module else [name.name for name in node.names])
+
+
+def room_of(module):
+    return module.split(".")[1] if module.count(".") else None
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_imports_go_one_way(module):
+    room = room_of(module)
+    for imported in imports_of(FILES[module]):
+        if imported.startswith("macrobatch.") and imported.split(".")[1] != "__version__":
+            other = room_of(imported)
+            assert other == room or other in MAY_IMPORT[room], f"{module} imports {imported}"
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if room_of(m) in ("_keras", "_batches")])
+def test_arithmetic_and_batches_know_no_backend(module):
+    backends = ("tensorflow", "jax", "torch", "numpy")
+    assert not [name for name in imports_of(FILES[module]) if name.split(".")[0] in backends]
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if room_of(m) == "_tensorflow"])
+def test_the_engine_knows_no_keras(module):
+    assert not [name for name in imports_of(FILES[module]) if name.split(".")[0] == "keras"]
+
+
+@pytest.mark.parametrize("name", sorted(ON_TENSORFLOW_1))
+def test_what_runs_on_tensorflow_1_imports_nothing_newer(name):
+    for imported in at_import_time(FILES[f"macrobatch.{name}"]):
+        assert imported.split(".")[0] != "keras"
+        if imported.startswith("macrobatch."):
+            inner = imported[len("macrobatch.") :]
+            assert inner in ON_TENSORFLOW_1 or inner in ("_tensorflow",), imported
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if m != "macrobatch._internals"])
+def test_private_names_of_others_are_in_one_room(module):
+    tree = ast.parse(FILES[module].read_text())
+    own = {
+        node.name if isinstance(node, (ast.FunctionDef, ast.ClassDef)) else node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef))
+        or (isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store))
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Attribute) or not node.attr.startswith("_"):
+            continue
+        is_dunder = node.attr.startswith("__") and node.attr.endswith("__")
+        of_self = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        if not (is_dunder or of_self or node.attr in own | OWN_OR_PUBLIC):
+            raise AssertionError(f"{module}:{node.lineno}: {node.attr}")
+
+
+def test_rooms_start_with_what_they_are_for_and_are_small():
+    for module, path in FILES.items():
+        text = path.read_text()
+        assert ast.get_docstring(ast.parse(text)), module
+        assert len(text.splitlines()) <= 340, module
