@@ -2,14 +2,22 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from macrobatch._batches import split as _split
-from macrobatch._tensorflow import loop as _loop
+from macrobatch._batches import in_order
+from macrobatch._tensorflow import loop as loops
+from macrobatch._tensorflow.engine import ENGINE
+from macrobatch._tensorflow.loop import Loop
+from macrobatch._types import Part
+
+
+def micro_batches_of(x, size):
+    x, examples = in_order.checked(x, ENGINE)
+    return in_order.InOrder(x, examples, size, ENGINE)
 
 
 def run(mode, x, table, size, signature=None):
     """Sums a dense, a sparse and an absent gradient, counts micro-batches, keeps the last sum."""
 
-    def step(micro_batch, state):
+    def step(micro_batch, values, counts, how):
         with tf.GradientTape() as tape:
             tape.watch(table)
             loss = tf.reduce_sum(tf.gather(table, micro_batch) ** 2)
@@ -17,29 +25,40 @@ def run(mode, x, table, size, signature=None):
         dense = tf.cast(tf.reduce_sum(micro_batch), tf.float32) * tf.ones([2])
         aux = {"each": micro_batch * 2, "count": tf.size(micro_batch), "none": None}
         aux["empty"] = tf.zeros([tf.size(micro_batch), 0])
-        return _loop.Part([dense, None, rows], state + 1, tf.reduce_sum(micro_batch), aux)
+        written = [values[0] + 1, None]
+        return Part(
+            [dense, None, rows],
+            [tf.size(micro_batch)],
+            written,
+            [],
+            tf.reduce_sum(micro_batch),
+            aux,
+        )
 
     def whole(x):
-        examples = _split.examples_in(x)
-        micro_batches = _split.MicroBatches(x, examples, size)
-        pruned = mode == "pruned"
-        return _loop.sum_over_micro_batches(step, micro_batches, tf.constant(0), pruned=pruned)
+        loop = Loop(step, micro_batches_of(x, size), lambda: [tf.constant(0), tf.constant(7)])
+        counts = None if mode == "eager" else loop.counts()
+        return loop.run([]), counts
 
     if mode == "eager":
         return whole(x)
     return tf.function(whole, signature, jit_compile=mode == "compiled")(x)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph", "pruned", "large sums", "compiled"])
+@pytest.mark.parametrize("mode", ["eager", "graph", "large sums", "compiled"])
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(("size", "count", "last"), [(2, 4, 6), (3, 3, 6), (7, 1, 21), (9, 1, 21)])
 def test_the_loop(mode, known, size, count, last, monkeypatch):
     if mode == "large sums":  # then the first micro-batch is outside of the loop
-        monkeypatch.setattr(_loop, "LARGE_SUMS", 0)
+        monkeypatch.setattr(loops, "LARGE_SUMS", 0)
     x = tf.constant([0, 1, 2, 3, 4, 5, 6])
     signature = None if known else [tf.TensorSpec([None], tf.int32)]
     table = tf.reshape(tf.range(40.0), [20, 2])
-    (dense, absent, rows), state, latest, aux = run(mode, x, table, size, signature)
+    part, counts = run(mode, x, table, size, signature)
+    (dense, absent, rows), (counted,), (state, unchanged), _, latest, aux = part
+    assert int(counted) == 7
+    assert counts is None or int(counts[0]) == 7
+    assert unchanged is None
     np.testing.assert_allclose(dense, [21, 21])
     assert absent is None
     assert isinstance(rows, tf.IndexedSlices) == (mode != "compiled")
@@ -55,14 +74,13 @@ def test_the_loop(mode, known, size, count, last, monkeypatch):
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_ragged_and_sparse_values_of_all_micro_batches(mode):
-    def step(micro_batch, state):
+    def step(micro_batch, values, counts, how):
         dense = micro_batch.to_tensor()  # as wide as the longest of this micro-batch
         nested = tf.stack([micro_batch, micro_batch * 10], axis=1)
-        return _loop.Part([], state, aux=[micro_batch, nested, tf.sparse.from_dense(dense)])
+        return Part([], aux=[micro_batch, nested, tf.sparse.from_dense(dense)])
 
     def whole(x):
-        micro_batches = _split.MicroBatches(x, _split.examples_in(x), 2)
-        return _loop.sum_over_micro_batches(step, micro_batches, ()).aux
+        return Loop(step, micro_batches_of(x, 2)).run([]).aux
 
     x = tf.ragged.constant([[1], [2, 3], [], [4, 5, 6], [7]])
     ragged, nested, sparse = (whole if mode == "eager" else tf.function(whole))(x)
@@ -76,12 +94,62 @@ def test_the_step_is_traced_once():
 
     @tf.function
     def whole(x):
-        def step(micro_batch, state):
+        def step(micro_batch, values, counts, how):
             traces.append(micro_batch.shape)
-            return _loop.Part([tf.reduce_sum(micro_batch, 0)], state)
+            return Part([tf.reduce_sum(micro_batch, 0)], [tf.shape(micro_batch)[0]])
 
-        micro_batches = _split.MicroBatches(x, _split.examples_in(x), 3)
-        return _loop.sum_over_micro_batches(step, micro_batches, ())
+        loop = Loop(step, micro_batches_of(x, 3))
+        return loop.run(loop.counts())
 
     np.testing.assert_allclose(whole(tf.ones([7, 2]))[0][0], [7, 7])
     assert len(traces) == 1
+
+
+def test_the_step_is_traced_again_for_what_it_finds():
+    """A variable that a run has written is a value of the next trace."""
+    known = []
+
+    @tf.function
+    def whole(x):
+        def step(micro_batch, values, counts, how):
+            if not known:
+                known.append("seed")
+                return Part([], written=[tf.constant(1)])
+            return Part([], written=[values[0] + 1])
+
+        loop = Loop(
+            step,
+            micro_batches_of(x, 3),
+            lambda: [tf.constant(10) for _ in known],
+            lambda values: len(values) == len(known),
+        )
+        return loop.run([]).written
+
+    assert [int(value) for value in whole(tf.ones([7]))] == [13]
+
+
+def test_counting_leaves_out_what_counts_do_not_depend_on():
+    """Also where it may fail, which a tf.function would keep."""
+    ran = []
+
+    def note(x):
+        ran.append(1)
+        return x
+
+    @tf.function
+    def whole(x):
+        def step(micro_batch, values, counts, how):
+            predictions = tf.numpy_function(note, [micro_batch], tf.float32)
+            with tf.control_dependencies([tf.debugging.Assert(tf.size(predictions) > 0, ["none"])]):
+                loss = tf.reduce_sum(predictions)
+            seed = values[0] + 1
+            return Part(
+                [loss], [tf.reduce_sum(micro_batch) + tf.cast(values[0], tf.float32)], [seed]
+            )
+
+        loop = Loop(step, micro_batches_of(x, 3), lambda: [tf.constant(0)])
+        return loop.counts()
+
+    # The seed that counts depend on goes from one micro-batch to the next: 0 + 1 + 2.
+    assert float(whole(tf.ones([7]))[0]) == 7 + 3
+    assert ran == []

@@ -95,9 +95,6 @@ class Accumulation(Steps):
                 self.build(self._types_of(iterator, data_batch))
                 if strategy is not None and not models.is_built(model):
                     self._build_on_replicas(iterator, data_batch)
-            is_built = all(layer.built for layer in _internals.layers_of(model))
-            if is_built and model.optimizer is not None and not model.optimizer.built:
-                model.optimizer.build(model.trainable_variables)
 
     def _scope(self) -> Any:
         return (
@@ -133,12 +130,21 @@ class Accumulation(Steps):
         """As Keras', which calls it once at the start of a fit."""
         self.first_batch.assign(0)
         self.looks = True
+        self._build_optimizer()
         if self.model.train_function is None or force:
             self.is_new = True  # It may have been compiled with another loss.
             self.padding.done[True].assign(0)
             function = self._made("make_train_function", force)
             self.model.train_function = self._looking_at_first_batch(function)
         return self.model.train_function
+
+    def _build_optimizer(self) -> None:
+        """Makes the variables of the optimizer, which Keras' own step would make in its trace."""
+        model, optimizer = self.model, self.model.optimizer
+        is_built = all(layer.built for layer in _internals.layers_of(model))
+        if is_built and optimizer is not None and not optimizer.built:
+            with self._scope():
+                optimizer.build(model.trainable_variables)
 
     def _looking_at_first_batch(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def train_function(iterator: Any) -> Any:

@@ -1,6 +1,6 @@
 """The parts of micro-batches: how they are put together one by one, and what waits for them."""
 
-from typing import Any, List, Optional
+from typing import Any, List, Optional, Sequence
 
 import tensorflow as tf
 

@@ -4,11 +4,18 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from macrobatch._batches import split as _split
+from macrobatch._batches import in_order
+from macrobatch._tensorflow import graph
+from macrobatch._tensorflow.engine import ENGINE
+
+
+def cut(batch, size):
+    batch, examples = in_order.checked(batch, ENGINE)
+    return in_order.InOrder(batch, examples, size, ENGINE)
 
 
 def pieces(batch, size):
-    micro_batches = _split.MicroBatches(batch, _split.examples_in(batch), size)
+    micro_batches = cut(batch, size)
     for run in micro_batches.runs:
         for index in range(int(run.count)):
             yield micro_batches.get(run, index)
@@ -29,7 +36,7 @@ def batch_of(examples):
 def test_micro_batches_make_up_the_batch(examples, size):
     batch = batch_of(examples)
     micro_batches = list(pieces(batch, size))
-    sizes = [int(_split.size_of(micro_batch)) for micro_batch in micro_batches]
+    sizes = [int(ENGINE.examples(micro_batch)) for micro_batch in micro_batches]
     assert sum(sizes) == examples
     assert all(s == min(size, examples) for s in sizes[:-1])
     dense = tf.concat([m["dense"] for m in micro_batches], 0)
@@ -49,9 +56,9 @@ def test_micro_batches_in_a_graph(compiled, known, examples):
 
     @tf.function(input_signature=[spec], jit_compile=compiled)
     def totals(x):
-        assert _split.in_xla() == compiled
+        assert graph.in_xla() == compiled
         found = tf.zeros([2])
-        micro_batches = _split.MicroBatches(x, _split.examples_in(x), 3)
+        micro_batches = cut(x, 3)
         for run in micro_batches.runs:
             found = tf.while_loop(
                 lambda index, _, run=run: index < run.count,
@@ -78,7 +85,7 @@ def test_micro_batches_in_a_graph(compiled, known, examples):
 )
 def test_batches_that_cannot_be_cut(batch, message):
     with pytest.raises(ValueError, match=message):
-        _split.examples_in(batch)
+        in_order.checked(batch, ENGINE)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -88,10 +95,29 @@ def test_batches_that_cannot_be_cut_known_only_at_run_time(compiled, sizes):
 
     @tf.function(input_signature=[spec, spec], jit_compile=compiled)
     def examples(x, y):
-        return _split.examples_in((x, y)) + 0
+        return in_order.checked((x, y), ENGINE)[1] + 0
 
     assert int(examples(tf.zeros([5]), tf.zeros([5]))) == 5
     # XLA has no assertions; what it says instead names the check.
     message = "differ_in_examples|is_empty" if compiled else "number of examples|one example"
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         examples(tf.zeros([sizes[0]]), tf.zeros([sizes[1]]))
+
+
+def test_one_part_that_knows_its_size_is_enough():
+    """A ragged or sparse part of a batch of fixed size does not know it."""
+
+    @tf.function
+    def sizes(ragged, sparse, dense):
+        batch, examples = in_order.checked((ragged, sparse, dense), ENGINE)
+        assert examples == 6
+        micro_batches = in_order.InOrder(batch, examples, 3, ENGINE)
+        return ENGINE.examples(micro_batches.get(micro_batches.runs[0], 0))
+
+    batch = batch_of(6)
+    assert sizes(batch["ragged"], batch["sparse"], batch["dense"]) == 3
+    specs = [tf.RaggedTensorSpec([None, None], tf.int32), tf.SparseTensorSpec([None, 2], tf.int64)]
+    traced = sizes.get_concrete_function(*specs, tf.TensorSpec([6, 3]))
+    short = tf.ragged.constant([[1], [2]], dtype=tf.int32)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="same number of examples"):
+        traced(short, batch["sparse"], batch["dense"])
