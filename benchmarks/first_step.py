@@ -7,7 +7,7 @@ MODELS = {
     "mobilenet": "MobileNetV3Small at 32x32",
     "resnet": "ResNet50 at 32x32",
     "transformer": "transformer of 6 layers",
-    "masked transformer": "the same with a mask",
+    "masked transformer": "masked transformer of 6 layers",
 }
 CALLS = ("fit", "evaluate")
 BATCH, MICRO_BATCH = 32, 8

@@ -165,7 +165,7 @@ def first_step_bars(section, results):
     axes.axvline(1, color="black", linewidth=1)
     axes.set_yticks(range(len(ratios)), [section.contenders[name].label for name in ratios])
     axes.invert_yaxis()
-    axes.set_xlabel(f"over {BASES['plain']}")
+    axes.set_xlabel(f"processor time, over {BASES['plain']}")
     axes.set_title("| target", fontsize=9, color=TARGET)
     axes.spines[["top", "right"]].set_visible(False)
     return figure
