@@ -5,7 +5,9 @@ order, while all others sleep; a ratio is of two times of the same round. Tables
 of these ratios and their quartiles. Memory is the high-water mark of a contender's process, and
 starts anew once it has imported its libraries. Linux only.
 
-    python benchmarks/bench.py [--only SECTION] [--rounds 15] [--peers] [--output FOLDER] [--list]
+The section first-step starts a process for each measurement, and takes its processor time.
+
+    python benchmarks/bench.py [--only SECTION] [--rounds N] [--peers] [--output FOLDER] [--list]
 
 Writes SECTION.json and SECTION.png, and, with the default folder, the tables of
 docs/performance.md. report.py makes tables and pictures again from the JSON files.
@@ -143,6 +145,24 @@ def fresh(section, contenders, results):
                 add_memory_of(contender, steps, results[name])
 
 
+def first_calls(section, contenders, rounds, results):
+    """Starts every contender anew in every round: a process has one first step."""
+    for round_ in range(rounds):
+        for name in random.sample(list(contenders), len(contenders)):
+            if "failed" in results[name]:
+                continue
+            say(section, f"{contenders[name].label}, {round_ + 1} of {rounds}")
+            with recorded(results[name]):
+                add_first_call(contenders[name], results[name])
+
+
+def add_first_call(contender, result):
+    with contextlib.closing(Process(contender)) as process:
+        result["versions"] = process.versions
+        for figure, value in process.ask("first").items():
+            result.setdefault(figure, []).append(value)
+
+
 def add_memory_of(contender, steps, result, variables=None):
     """Adds the memory of a process of its own."""
     process = Process(contender, variables)
@@ -184,6 +204,8 @@ def measured(section, rounds, peers):
     results = {name: {"label": contender.label} for name, contender in contenders.items()}
     if section.kind == "memory":
         fresh(section, contenders, results)
+    elif section.kind == "first":
+        first_calls(section, contenders, rounds, results)
     else:
         timed(section, contenders, rounds, results)
     return {
@@ -211,7 +233,7 @@ def main():
     every = sections.all_sections()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", action="append", choices=every, help="may be repeated")
-    parser.add_argument("--rounds", type=int, default=15, help="turns of each contender")
+    parser.add_argument("--rounds", type=int, help="turns of each contender, else 15 or 5")
     parser.add_argument("--peers", action="store_true", help="with peers in their environments")
     parser.add_argument("--list", action="store_true", help="print the sections, and end")
     parser.add_argument("--output", type=Path, default=report.RESULTS, metavar="FOLDER")
@@ -225,7 +247,8 @@ def main():
     names = options.only or list(every)
     for index, name in enumerate(names):
         print(f"Section {index + 1} of {len(names)}: {every[name].title}", flush=True)
-        results = measured(every[name], options.rounds, options.peers)
+        rounds = options.rounds or every[name].rounds
+        results = measured(every[name], rounds, options.peers)
         path = options.output / f"{name}.json"
         path.write_text(json.dumps(results, indent=2) + "\n")
         report.show(every[name], results, options.output)

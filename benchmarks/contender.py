@@ -6,6 +6,7 @@ both as lines of JSON. While it waits for a command it does nothing, so that oth
     {"do": "steps", "count": 3}           -> {"seconds": [0.1, 0.1, 0.1]}
     {"do": "memory"}                      -> {"start": 400.0, "peak": 700.0}, in MiB
     {"do": "save", "path": "weights.npy"} -> {}
+    {"do": "first"}                       -> what the first fit or evaluate took, see first_step
 
 This file runs in the environments of all peers, so it imports nothing but the standard library.
 """
@@ -45,6 +46,8 @@ def answer(training, start, command):
         return {"seconds": [seconds_of(training.step) for _ in range(command["count"])]}
     if command["do"] == "memory":
         return {"start": start, "peak": memory("VmHWM")}
+    if command["do"] == "first":
+        return training.first()
     if command["do"] == "save":
         training.save_weights(command["path"])
         return {}

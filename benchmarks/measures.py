@@ -77,3 +77,9 @@ def growth(results, name):
     """The peak over what the process held before there was a model, in MiB."""
     contender = results["contenders"][name]
     return spread(np.subtract(contender["peak"], contender["start"]))
+
+
+def count(results, name, what):
+    """A number that every process of a contender should find alike; the largest, if not."""
+    seconds(results, name)  # for its KeyError
+    return max(results["contenders"][name][what])

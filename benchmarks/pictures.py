@@ -4,6 +4,7 @@ import matplotlib
 
 matplotlib.use("Agg")
 
+import first_step
 import matplotlib.pyplot as plt
 import measures
 import sections
@@ -17,7 +18,8 @@ BASES = {"floor": "the floor's", "plain": "plain Keras'", "keras": "Keras' accum
 
 
 def draw(section, results, path):
-    drawn = {"bars": bars, "memory": memory, "line": line}[section.kind](section, results)
+    ways = {"bars": bars, "memory": memory, "line": line, "first": first_step_bars}
+    drawn = ways[section.kind](section, results)
     drawn.suptitle(section.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     drawn.savefig(path, dpi=150)
     plt.close(drawn)
@@ -142,4 +144,28 @@ def line(section, results):
         axes.set_xticks(sizes, [str(size) for size in sizes])
         axes.set_xlabel("batch size")
         axes.spines[["top", "right"]].set_visible(False)
+    return figure
+
+
+def first_step_bars(section, results):
+    """What each accumulated contender takes, over the plain one of the same model."""
+    ratios = {
+        name: available(measures.time_ratio, results, name, first_step.plain(name))
+        for name in first_step.limits()
+    }
+    ratios = {name: ratio for name, ratio in ratios.items() if ratio != "-"}
+    size = (8, 1.3 + 0.36 * len(ratios))
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    for row, (name, ratio) in enumerate(ratios.items()):
+        errors = [[ratio.median - ratio.low], [ratio.high - ratio.median]]
+        axes.barh(row, ratio.median, 0.68, color=OURS, xerr=errors, error_kw={"capsize": 2.5})
+        axes.text(0.03, row, f"{ratio.median:.2f}", va="center", fontsize=9, color="white")
+        limit = first_step.limits()[name]
+        axes.plot([limit] * 2, [row - 0.5, row + 0.5], color=TARGET, linewidth=2.5, zorder=3)
+    axes.axvline(1, color="black", linewidth=1)
+    axes.set_yticks(range(len(ratios)), [section.contenders[name].label for name in ratios])
+    axes.invert_yaxis()
+    axes.set_xlabel(f"processor time, over {BASES['plain']}")
+    axes.set_title("| target", fontsize=9, color=TARGET)
+    axes.spines[["top", "right"]].set_visible(False)
     return figure

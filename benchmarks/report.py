@@ -13,6 +13,7 @@ import json
 import re
 from pathlib import Path
 
+import first_step
 import measures
 import sections
 
@@ -29,6 +30,8 @@ def contender_table(section, results):
     """One row for each contender: its time, its ratio to the first of the table, its memory."""
     if section.kind == "memory":
         return memory_table(results)
+    if section.kind == "first":
+        return first_step_table(results)
     base = section.base
     over = {"": [], "floor": ["over the floor"], "plain": ["over plain Keras"]}
     over["keras"] = ["over Keras' accumulation"]
@@ -57,6 +60,20 @@ def memory_table(results):
     return filled(rows)
 
 
+def first_step_table(results):
+    traces = ["forward traces", "graphs made by a second call"]
+    rows = [["contender", "processor seconds", "over plain Keras", *traces]]
+    for name, contender in results["contenders"].items():
+        if "failed" in contender:
+            rows.append([contender["label"], f"failed: {contender['failed']}"])
+            continue
+        seconds = with_spread(measures.spread(contender["seconds"]), "{:.2f}")
+        counts = [measures.count(results, name, what) for what in ("traces", "graphs again")]
+        ratio = time_cell(results, name, first_step.plain(name))
+        rows.append([contender["label"], seconds, ratio, *map(str, counts)])
+    return filled(rows)
+
+
 def time_cell(results, name, base):
     return with_spread(available(measures.time_ratio, results, name, base), "{:.2f}")
 
@@ -77,7 +94,8 @@ def target_table(section, results):
     rows = [["target", "limit", "measured", "verdict"]]
     for target in section.targets:
         sign = "at least" if target.at_least else "at most"
-        limit = f"{sign} {target.form.format(target.limit)}" if target.limit else "shown"
+        has_limit = target.limit is not None
+        limit = f"{sign} {target.form.format(target.limit)}" if has_limit else "shown"
         try:
             value = target.value(results)
         except KeyError:

@@ -87,6 +87,70 @@ def test_a_failed_contender_keeps_its_row_and_loses_no_other():
     assert verdicts["extra memory over plain: Keras"][0] == "a contender failed"
 
 
+def first_step_results(again=0):
+    """Times of all contenders of the first step: what plain Keras does takes 1 or 2 seconds."""
+    import first_step
+
+    contenders = {}
+    for name in first_step.contenders():
+        is_plain = name.endswith(first_step.PLAIN)
+        seconds = (1.0 if "mobilenet" in name else 2.0) * (1.0 if is_plain else 1.5)
+        counts = {"traces": [2 if is_plain else 1], "graphs again": [0 if is_plain else again]}
+        contenders[name] = {"label": name, "seconds": [seconds], **counts}
+    return {"contenders": contenders}
+
+
+def test_a_first_step_is_compared_with_the_plain_one_of_its_model():
+    import report
+    import sections
+
+    section = sections.all_sections()["first-step"]
+    _, *rows = report.contender_table(section, first_step_results())
+    assert {row[2].split()[0] for row in rows if row[0].endswith(": plain Keras")} == {"1.00"}
+    assert {row[2].split()[0] for row in rows if ": macrobatch" in row[0]} == {"1.50"}
+    assert {tuple(row[3:]) for row in rows} == {("2", "0"), ("1", "0")}
+    verdicts = {row[0]: row[3] for row in report.target_table(section, first_step_results())}
+    missed = [text for text, verdict in verdicts.items() if verdict == "**MISSED** by 0.25 x"]
+    assert len(missed) == 8
+    assert not any("sequence_axis" in text for text in missed)
+
+
+@pytest.mark.parametrize(("again", "verdict"), [(0, "met"), (2, "**MISSED** by 2")])
+def test_a_second_call_must_make_no_graph(again, verdict):
+    import report
+    import sections
+
+    section = sections.all_sections()["first-step"]
+    *_, row = report.target_table(section, first_step_results(again))
+    assert row[1:] == ["at most 0", str(again), verdict]
+
+
+def test_traces_and_graphs_are_counted_where_there_are_some():
+    import first_step_contenders
+    import keras
+    import tensorflow as tf
+
+    def fit(model, examples):
+        model.fit(np.zeros((examples, 2)), np.zeros((examples, 1)), batch_size=4, verbose=0)
+
+    inputs = keras.Input((2,))
+    model = keras.Model(inputs, keras.layers.Dense(1)(inputs))
+    model.compile("sgd", "mse")
+    with first_step_contenders.counted(type(model), "call") as first:
+        fit(model, 4)
+    with first_step_contenders.counted(type(model), "call") as second:
+        fit(model, 4)
+    assert (len(first) > 0, len(second)) == (True, 0)
+
+    function = tf.function(lambda x: 2 * x)
+    counts = []
+    for x in (tf.zeros(2), tf.ones(2), tf.zeros(3)):
+        with first_step_contenders.counted(tf.__internal__.FuncGraph, "__init__") as graphs:
+            function(x)
+        counts.append(len(graphs))
+    assert counts == [1, 0, 1]
+
+
 def test_tables_go_between_their_markers_only():
     import report
 
