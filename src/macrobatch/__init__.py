@@ -1,29 +1,31 @@
 """macrobatch: the update of a large batch, in the memory of a micro-batch.
 
-The data flow, and the order in which the package reads:
+    batch -> micro-batches -> loss terms (N, D) -> gradients -> weighted sum
+          -> one reduction over replicas -> one update
 
-    batch -> micro-batches            _split; by length: _sequences, _lengths, _padding
-    -> loss terms                     _losses
-    -> Keras variables as values      _stateless, _batch_norm
-    -> model and loss as a function   _model
-    -> gradients, weighted sum        _loop, _sums
-    -> one reduction over replicas    _replicas
-    -> one update                     _update
+The ways in, one file each:
 
-    accumulate:                       _steps, _keras
-    value_and_gradients:              _gradients, and the update is yours
-    GradientAccumulator:              _window, _accumulator
+    _accumulate                  accumulate, release: Keras' fit() and evaluate()
+    _value_and_gradients         value_and_gradients: a step of your own, the whole batch in hand
+    _gradient_accumulator        GradientAccumulator: micro-batches that arrive one by one
 
-What users pass is checked in _checks, for sequences in _length_checks, for replicas in
-_replica_checks, and for GradientAccumulator in _window_checks. Private functions of Keras are
-replaced for a while with _patch. What several workers need besides is in _cluster; cli starts them
-on one machine, each of them in _worker.
+The rooms, in the order of the data flow. A room imports only from those above it:
+
+    _types, _checks, _internals  names of what passes; messages; private names of Keras, TensorFlow
+    _batches                     batch -> micro-batches, in order or by length
+    _keras                       model, loss and metrics of a micro-batch, from values to values
+    _tensorflow                  the engine: graph, sums, the loop, replicas, the update
+    _workers                     several processes: wait for each other, launch them
+    _fit                         puts it all into a Keras model
+
+_batches and _keras import no engine: one is passed in (_types.Engine).
 """
 
-import importlib
-from typing import TYPE_CHECKING, Any, List
+import importlib as _importlib
+from typing import TYPE_CHECKING as _TYPE_CHECKING
+from typing import Any as _Any
 
-if TYPE_CHECKING:
+if _TYPE_CHECKING:
     from macrobatch._accumulate import accumulate, release
     from macrobatch._checks import ExactnessWarning
     from macrobatch._gradient_accumulator import GradientAccumulator
@@ -52,15 +54,15 @@ _ROOMS = {
 
 
 # TensorFlow takes seconds to import: the command `macrobatch` can do without it.
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _Any:
     if name not in _ROOMS:
         raise AttributeError(f"module 'macrobatch' has no attribute {name!r}")
-    checks = importlib.import_module("macrobatch._checks")
+    checks = _importlib.import_module("macrobatch._checks")
     checks.check_available(name)
-    value = getattr(importlib.import_module(f"macrobatch.{_ROOMS[name]}"), name)
+    value = getattr(_importlib.import_module(f"macrobatch.{_ROOMS[name]}"), name)
     globals()[name] = value
     return value
 
 
-def __dir__() -> List[str]:
-    return sorted([*globals(), *__all__])
+def __dir__() -> "list[str]":
+    return sorted([*__all__, "__version__"])

@@ -173,6 +173,10 @@ class Engine:
         """The number of replicas that make this update together."""
         return 1
 
+    def read(self, value: Any) -> Tensor:
+        """What a variable of the backend holds, as a tensor."""
+        return value
+
     def sum_over_replicas(self, values: List[Tensor]) -> List[Tensor]:
         """The sums of values over all replicas."""
         return values

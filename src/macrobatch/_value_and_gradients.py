@@ -135,7 +135,7 @@ def _value_and_gradients(
         batch, examples, ENGINE, (batch,), x, sample_weight, few_shapes=jit_compile
     )
     user_fn, loss_fn = loss_fn, _converted(loss_fn, status)
-    written = Written([], trained)
+    written = Written([], trained, ENGINE)
 
     def step(micro_batch: Batch, values: Any, counts: Any, how: How) -> Part:
         scale, *own = values
@@ -210,7 +210,7 @@ def _value_and_gradients(
         gradient = sums.merge_rows(sums.scaled(gradient, factor))
         found.append(sums.cast(gradient, weight.dtype))
     with after((loss, found, part)):
-        written.write(part.written[1:], part.moments, ENGINE)
+        written.write(part.written[1:], part.moments)
     found = tf.nest.pack_sequence_as(variables, found)
     return ((loss, part.aux) if has_aux else loss), found
 
@@ -237,7 +237,7 @@ def _inputs_and_weights(batch: Batch) -> Tuple[Any, Any]:
 
 def _dry_run(loss_fn: Callable[[Any], Any], trained: List[Any], like: Batch) -> None:
     """Traces the function into a graph that is thrown away."""
-    written = Written([], trained)
+    written = Written([], trained, ENGINE)
 
     def run(micro_batch: Batch) -> None:
         stateless.run(lambda: loss_fn(micro_batch), written, [], alone=True)

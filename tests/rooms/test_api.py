@@ -13,6 +13,10 @@ def test_public_names():
     assert all(hasattr(macrobatch, name) for name in macrobatch.__all__)
 
 
+def test_the_package_shows_what_it_offers_and_nothing_else():
+    assert dir(macrobatch) == sorted([*macrobatch.__all__, "__version__"])
+
+
 def test_the_package_is_typed():
     from importlib.resources import files
 

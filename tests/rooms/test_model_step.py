@@ -53,7 +53,7 @@ def test_a_run_changes_nothing_until_it_is_written():
     logs = report.finish(
         step, penalty, outcome.reported, outcome.counts, written, outcome.logs, 6, Engine()
     )
-    step.written.write(written, outcome.moments, Engine())
+    step.written.write(written, outcome.moments)
     assert int(model.layers[1].seed_generator.state[1]) == 1
     expected = float(outcome.losses[0]) + float(penalty)
     np.testing.assert_allclose(float(logs["loss"]), expected)

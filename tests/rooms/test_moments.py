@@ -59,7 +59,7 @@ def test_statistics_move_once_as_for_the_whole_batch(masked):
         layer(ops.convert_to_tensor(x[rows]), training=True, mask=given)
 
     call(whole, slice(None))
-    written = Written(cut.non_trainable_variables, cut.trainable_variables)
+    written = Written(cut.non_trainable_variables, cut.trainable_variables, Engine())
     total = None
     for rows in (slice(0, 3), slice(3, 4), slice(4, 7)):
         with batch_norm.recorded() as calls_of, written.scope(written.values()) as scope:
@@ -67,7 +67,7 @@ def test_statistics_move_once_as_for_the_whole_batch(masked):
         changed, (moments,) = written.after(scope, calls_of)
         assert changed == [None] * len(changed)
         total = moments if total is None else total.merged(moments)
-    written.write(changed, [total], Engine())
+    written.write(changed, [total])
     for left, right in zip(whole.non_trainable_variables, cut.non_trainable_variables):
         np.testing.assert_allclose(left, right, rtol=1e-12)
 

@@ -2,7 +2,7 @@
 the loop is in _tensorflow, the loss and the metrics are in _keras.
 """
 
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import keras
 import tensorflow as tf
@@ -19,7 +19,7 @@ from macrobatch._tensorflow import checks as tensorflow_checks
 from macrobatch._tensorflow import graph, loop_checks, replicas, sums, update
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.loop import Loop
-from macrobatch._tensorflow.parts import after, gradients_of
+from macrobatch._tensorflow.parts import after, gradients_of, nothing_like
 from macrobatch._types import Batch, Gradient, How, Logs, MicroBatches, Part, Size, Tensor, Whole
 
 
@@ -45,6 +45,8 @@ class Steps:
         )
         self.is_new = True  # whether nothing has been built for what is compiled
         self._has_run = False
+        # In eager mode, the latest part of a batch and its step, in testing and in training.
+        self._latest: Dict[bool, Tuple[Part, ModelStep]] = {}
         self._has_parts = True  # whether, in eager mode, more than one gradient may be taken
 
     def train_step(self, data: Any) -> Logs:
@@ -142,13 +144,25 @@ class Steps:
             loop = Loop(step, micro_batches, model.values, model.fits, self.compiles_steps())
             if tf.executing_eagerly():
                 self.padding.check(loop, model, micro_batches)
-                part = loop.run(synchronized=self._synchronized(model))
+                part = self._run_eagerly(loop, model)
                 self._warn(model, part)
                 return part
             self._warn(model, loop.like)
             self.padding.check(loop, model, micro_batches)
             counts = loop.counts() if model.training and model.counts else []
             return loop.run(replicas.total_counts(counts), self._synchronized(model))
+
+    def _run_eagerly(self, loop: Loop, model: ModelStep) -> Part:
+        """Runs a loop. A replica without examples learns from an earlier one what is summed."""
+        latest = self._latest.get(model.training)
+        if loop.is_empty() and latest is not None and latest[1].suits(model):
+            part, other = latest
+            model.learn_from(other)
+            return nothing_like(part, model.values())
+        part = loop.run(synchronized=self._synchronized(model))
+        if replicas.in_several():
+            self._latest[model.training] = nothing_like(part, model.values()), model
+        return part
 
     def _synchronized(self, model: ModelStep) -> List[str]:
         """The names of layers in which replicas meet."""
@@ -195,7 +209,7 @@ class Steps:
         logs = report.finish(
             model, penalty, numerators, part.counts, written, logs, examples, ENGINE
         )
-        model.written.write(written, part.moments, ENGINE)
+        model.written.write(written, part.moments)
         return logs
 
     def _loss_scale(self, trained: List[Any]) -> Any:

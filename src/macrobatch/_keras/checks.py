@@ -122,6 +122,7 @@ def inexact(
     normalizing: Sequence[str],
     decaying: Sequence[str] = (),
     scalars: Sequence[str] = (),
+    added: Sequence[str] = (),
     overridden: bool = False,
 ) -> List[str]:
     """What to say of the parts of a model that cannot equal the whole batch."""
@@ -144,9 +145,15 @@ def inexact(
         messages.append(
             "These losses are one scalar for the batch. They count as means over the examples, "
             f"and are exact only if they are: {list(scalars)}. Return one value per example (for "
-            "Dice and Tversky: axis=...; for add_loss in a layer: a vector with the examples "
-            "first), or pass micro_batch_weight=. A scalar that compares examples with each other, "
-            "such as the balance of a router (Mixture of Experts), cannot be exact."
+            "Dice and Tversky: axis=...), or pass micro_batch_weight=."
+        )
+    if added:
+        messages.append(
+            "These layers give a scalar to add_loss. It counts as a mean over the examples, and is "
+            f"exact only if it is one: {list(added)}. Give a vector with one value per example, "
+            "or pass micro_batch_weight=. A scalar in which examples meet, such as the balance of "
+            "a router (Mixture of Experts), is that of each micro-batch: a larger "
+            "micro_batch_size brings it closer to that of the batch."
         )
     if overridden:
         messages.append(

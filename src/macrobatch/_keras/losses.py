@@ -38,6 +38,7 @@ class Term(NamedTuple):
         is_scalar: whether the loss is one number for the batch, which counts as a mean.
         rank: of the values that Keras trains on the sum of, and reports the mean of; 0 if none.
         is_tracked: whether Keras reports the term by itself.
+        is_added: whether a layer gave it to `add_loss`.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Term(NamedTuple):
     is_scalar: bool = False
     rank: int = 0
     is_tracked: bool = False
+    is_added: bool = False
 
 
 class Count(NamedTuple):
@@ -204,7 +206,7 @@ class Terms:
         for index, (layer, value) in enumerate(added_losses(layers)):
             regularizes = layer.activity_regularizer is not None
             total = ops.sum(value)
-            term = Term(layer.name, total, total)
+            term = Term(layer.name, total, total, is_added=True)
             if regularizes and activity_losses_are_means():
                 term = self._mean(term, None)
             elif not regularizes and not self._is_per_example(value, index):

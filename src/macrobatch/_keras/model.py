@@ -66,7 +66,10 @@ class ModelStep:
         )
         self.is_overridden = overrides(model, "compute_loss")
         self.trained = list(model.trainable_weights) if training else []
-        self.written = Written(variables_of(model), self.trained)
+        # Of variables that no run writes, no values have to go into it.
+        variables = without(variables_of(model), model.trainable_weights)
+        self.written = Written(variables, self.trained, engine)
+        self._compiled = _internals.compiled_loss(model)
         self.terms: List[losses.Term] = []
         self.counts: List[losses.Count] = []
         self._growing: Optional[List[bool]] = None
@@ -88,6 +91,16 @@ class ModelStep:
         """Whether a run has found nothing more that must go into it."""
         size = len(self.terms) + len(self.counts) if self._reports else 0
         return len(values) == 1 + len(self.written.variables) and values[0].shape[0] == size
+
+    def suits(self, other: "ModelStep") -> bool:
+        """Whether another step of the model is compiled and trained as this one."""
+        compiled = [_internals.compiled_loss(step.model) for step in (self, other)]
+        same = list(map(id, self.trained)) == list(map(id, other.trained))
+        return same and compiled[0] is self._compiled is compiled[1]
+
+    def learn_from(self, other: "ModelStep") -> None:
+        """Knows of terms and of variables what another step has found out by running."""
+        self.terms, self.counts, self.written = other.terms, other.counts, other.written
 
     def __call__(
         self,
@@ -252,10 +265,12 @@ class ModelStep:
     def inexact(self) -> List[str]:
         """What cannot equal the whole batch, and the way out, after a run."""
         written, weight = self.written, self._weight
+        scalars = [] if weight else [term for term in self.terms if term.is_scalar]
         return checks.inexact(
             normalizing=names(written.normalizing),
             decaying=names(written.decaying),
-            scalars=[] if weight else [term.name for term in self.terms if term.is_scalar],
+            scalars=[term.name for term in scalars if not term.is_added],
+            added=[term.name for term in scalars if term.is_added],
             overridden=self.is_overridden and weight is None,
         )
 

@@ -9,7 +9,7 @@ from macrobatch import _internals
 from macrobatch._checks import warn_once
 from macrobatch._keras import checks
 from macrobatch._keras.losses import Count, Term
-from macrobatch._keras.scope import Scope, read, shared
+from macrobatch._keras.scope import Scope, shared
 from macrobatch._types import Engine, Logs, Size, Tensor
 
 
@@ -93,7 +93,7 @@ def finish(
     found = [scope.get_current_value(variable) for variable in of_trackers]
     if engine.replicas() > 1:
         metrics = list(model.metrics_variables)
-        own = [read(scope.get_current_value(variable)) for variable in metrics]
+        own = [engine.read(scope.get_current_value(variable)) for variable in metrics]
         with Scope(metrics, shared(metrics, own, engine, whole=True)):
             results = model.get_metrics_result()
         for message in checks.logs_of_one_replica(set(logs) - set(results)):

@@ -72,8 +72,8 @@ class Written:
         dropped: whether the last run called dropout.
     """
 
-    def __init__(self, variables: Iterable[Variable], trained: Iterable[Variable]):
-        self._trained = list(trained)
+    def __init__(self, variables: Iterable[Variable], trained: Iterable[Variable], engine: Engine):
+        self._trained, self._engine = list(trained), engine
         self.variables = unique(without(variables, self._trained))
         self.pooled: Dict[Any, bool] = {}
         self.decaying: List[Any] = []
@@ -82,7 +82,7 @@ class Written:
 
     def values(self) -> List[Tensor]:
         """The values of the variables before a batch."""
-        return [read(variable.value) for variable in self.variables]
+        return [self._engine.read(variable.value) for variable in self.variables]
 
     def scope(self, values: List[Tensor], weights: Sequence[Tensor] = ()) -> Scope:
         """A scope in which the variables have these values, and the trained ones these weights."""
@@ -122,7 +122,6 @@ class Written:
         self,
         written: Sequence[Optional[Tensor]],
         moments: Sequence[batch_norm.Moments],
-        engine: Engine,
     ) -> None:
         """Writes what the last micro-batch has left, and moves the pooled statistics.
 
@@ -130,9 +129,9 @@ class Written:
         """
         pairs = [(v, value) for v, value in zip(self.variables, written) if value is not None]
         variables, values = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        for variable, value in zip(variables, shared(variables, values, engine)):
+        for variable, value in zip(variables, shared(variables, values, self._engine)):
             variable.assign(value)
-        moments_of_all = batch_norm.over_replicas(moments, engine)
+        moments_of_all = batch_norm.over_replicas(moments, self._engine)
         for (layer, masked), each in zip(self.pooled.items(), moments_of_all):
             batch_norm.update(layer, each, masked)
 
@@ -167,12 +166,6 @@ def shared(
         own = [value for v, value in zip(variables, values) if rule(v) == name]
         results[name] = iter(function(own) if own else [])
     return [next(results[rule(variable)]) for variable in variables]
-
-
-def read(value: Any) -> Tensor:
-    """What a backend's variable holds, as a tensor."""
-    # TensorFlow's variables pass for tensors, so that `convert_to_tensor` does not read them.
-    return keras.ops.stop_gradient(value)
 
 
 def is_seed(variable: Variable) -> bool:

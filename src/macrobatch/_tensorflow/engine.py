@@ -14,6 +14,9 @@ class TensorFlow(BatchEngine):
     def replicas(self) -> int:
         return replicas.count() if replicas.in_several() else 1
 
+    def read(self, value: Any) -> Tensor:
+        return tf.convert_to_tensor(value)
+
     def sum_over_replicas(self, values: List[Tensor]) -> List[Tensor]:
         return replicas.sum_over_replicas(values)
 

@@ -90,6 +90,10 @@ class Loop:
         self._aux = part.aux, pieces
         return part._replace(sums=gradients, aux=[each.parts for each in pieces])
 
+    def is_empty(self) -> bool:
+        """Whether there is no micro-batch here, which only a replica in eager mode can know."""
+        return tf.executing_eagerly() and not any(r.count for r in self._micro_batches.runs)
+
     def run(self, counts: Optional[Sequence[Tensor]] = None, synchronized: Any = ()) -> Part:
         """The part of the whole batch.
 
@@ -107,10 +111,9 @@ class Loop:
             return self._run_one_by_one(vector)
         if not tf.executing_eagerly():
             return self._run_in_graph(self._call, self.like, vector)
-        if any(run.count for run in self._micro_batches.runs):
-            return self._run_one_by_one(vector)
-        # A replica without examples: only a trace can tell what is summed.
-        return tf.function(self._run_traced, autograph=False)()
+        if self.is_empty():  # Only a trace can tell what is summed.
+            return tf.function(self._run_traced, autograph=False)()
+        return self._run_one_by_one(vector)
 
     def counts(self) -> List[Tensor]:
         """The counts of this replica's micro-batches, before the step runs. In a graph only.

@@ -31,6 +31,24 @@ def rebuilt(like: Part, items: List[Any]) -> Part:
     )
 
 
+def nothing_like(part: Part, values: List[Tensor]) -> Part:
+    """The part of no micro-batches at all: zeros, and values as they were."""
+
+    def zeros(value: Any) -> Any:
+        if isinstance(value, tf.IndexedSlices):
+            rows = value.values[:0], value.indices[:0]
+            return tf.IndexedSlices(*rows, value.dense_shape)
+        return None if value is None else tf.nest.map_structure(tf.zeros_like, value)
+
+    return Part(
+        sums=[zeros(value) for value in part.sums],
+        counts=[zeros(value) for value in part.counts],
+        written=[None if new is None else old for new, old in zip(part.written, values)],
+        moments=[zeros(value) for value in part.moments],
+        latest=zeros(part.latest),
+    )
+
+
 def added(total: Optional[Part], part: Part) -> Part:
     """The part of all micro-batches so far."""
     wide = [sums.merge_rows(sums.widened(each)) for each in part.sums]
