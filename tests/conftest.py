@@ -28,19 +28,3 @@ def double_precision():
     yield
     keras.config.set_dtype_policy("float32")
     keras.config.set_floatx("float32")
-
-
-def pytest_addoption(parser):
-    parser.addoption("--thorough", action="store_true", help="run what tests leave out otherwise")
-
-
-def pytest_collection_modifyitems(items):
-    """Leaves out what the function `selected` of a test's module does not select."""
-    items[:] = [item for item in items if selected(item)]
-
-
-def selected(item):
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    select = getattr(getattr(item, "module", None), "selected", None)
-    thorough = item.config.getoption("thorough")
-    return select is None or select(item.originalname, parameters, thorough)
