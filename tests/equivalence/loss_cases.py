@@ -159,6 +159,7 @@ CASES["outputs-list"] = case(
     [TAGS, SCORES],
     loss=["sparse_categorical_crossentropy", "mae"],
     loss_weights=[0.3, 2.0],
+    per_mode=True,
     quick="graph",
 )
 CASES["outputs-dict"] = case(
@@ -167,6 +168,7 @@ CASES["outputs-dict"] = case(
     LABELS,
     loss={"tags": "sparse_categorical_crossentropy", "score": "mae"},
     loss_weights={"tags": 0.3, "score": 2.0},
+    per_mode=True,
     quick="graph eager",
 )
 CASES["outputs-nested"] = case(
@@ -174,6 +176,7 @@ CASES["outputs-nested"] = case(
     TWO_INPUTS,
     {"a": {"d": TAGS}, "b": {"c": SCORES}},
     loss={"a": {"d": "sparse_categorical_crossentropy"}, "b": {"c": "mae"}},
+    per_mode=True,
     quick="graph",
 )
 CASES["outputs-with-their-own-weights"] = case(
@@ -185,6 +188,7 @@ CASES["outputs-with-their-own-weights"] = case(
         "score": losses.MeanAbsoluteError(reduction="mean_with_sample_weight"),
     },
     weighted_metrics={"tags": ["accuracy"], "score": ["mse"]},
+    per_mode=True,
     fit={"sample_weight": {"tags": data(N, 6, seed=5) ** 2, "score": data(N, seed=6) ** 2}},
     quick="graph replicas",
 )
@@ -193,6 +197,7 @@ CASES["output-without-loss"] = case(
     TWO_INPUTS,
     LABELS,
     loss={"tags": "sparse_categorical_crossentropy", "score": None},
+    per_mode=True,
     filters=["ignore:Gradients do not exist"],
     quick="graph",
 )
@@ -208,6 +213,7 @@ CASES["outputs-without-reduction"] = case(
     X,
     [Y, data(N, 2, seed=2)],
     loss=lambda: [losses.MeanSquaredError(reduction=None) for _ in range(2)],
+    per_mode=True,
     optimizer=slow_sgd,
     quick="graph replicas",
 )
