@@ -1,5 +1,6 @@
 """Everything runs in float64 unless a test says otherwise: equality is then to 1e-10."""
 
+import gc
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -18,6 +19,11 @@ tf.config.set_logical_device_configuration(
 # pipelines of data that nobody reads any more: with few of them, replicas wait for a minute.
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(16)
+
+# No tests, but a command: see its docstring.
+collect_ignore = ["mutants"]
+# TensorFlow and Keras stay: the collector need not look through them again and again.
+gc.freeze()
 
 
 @pytest.fixture(autouse=True)

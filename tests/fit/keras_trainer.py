@@ -3,22 +3,18 @@
 Each model without a train step of its own is cut into micro-batches of two when it is compiled.
 """
 
+import importlib.util
 import sys
 import types
 
 import keras
-import pytest
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer as Trainer
 
 import macrobatch
 from macrobatch import _checks
 
-# Keras' tests import jax, whatever the backend is. Those that need it are left out.
-try:
-    import jax  # noqa: F401
-except ImportError:
-    sys.modules["jax"] = types.ModuleType("jax")
-
+OPTIONAL = ("grain", "jax", "scipy", "torch")
+ABSENT = [name for name in OPTIONAL if importlib.util.find_spec(name) is None]
 accumulated = 0
 plain_compile = Trainer.compile
 
@@ -32,22 +28,20 @@ def compile_and_accumulate(model, *args, **kwargs):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "requires_trainable_backend: all that is run here has one")
+    config.addinivalue_line("markers", "requires_trainable_backend: TensorFlow is one")
+    if "jax" in ABSENT:  # Keras' tests import it, whatever the backend is
+        sys.modules["jax"] = types.ModuleType("jax")
     # The models are a Trainer and a layer, and no keras.Model.
     _checks.keras_model = lambda model: None
     Trainer.compile = compile_and_accumulate
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_call(item):
-    """A test that needs a package that is not there says nothing."""
-    try:
-        return (yield)
-    except ModuleNotFoundError as error:
-        if error.name.split(".")[0] not in ("grain", "jax", "scipy", "torch"):
-            raise
-        pytest.skip(str(error))
+def pytest_collection_modifyitems(config, items):
+    """Leaves out the tests of data that a package makes which is not there."""
+    absent = [item for item in items if any(f"_{name}" in item.name for name in ABSENT)]
+    config.hook.pytest_deselected(items=absent)
+    items[:] = [item for item in items if item not in absent]
 
 
 def pytest_terminal_summary(terminalreporter):
-    terminalreporter.write_line(f"{accumulated} models accumulated with Keras {keras.__version__}")
+    terminalreporter.write_line(f"{accumulated} models accumulated, Keras {keras.__version__}")
