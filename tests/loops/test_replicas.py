@@ -10,6 +10,7 @@ from keras import layers
 from test_accumulator_everywhere import mirrored
 from test_value_and_gradients import FORMS, assert_close, data, dense
 
+import macrobatch
 from macrobatch import value_and_gradients
 
 
@@ -265,3 +266,40 @@ def test_variables_made_outside_of_the_scope():
 
     with pytest.raises(ValueError, match="must be made in the strategy's scope"):
         on_replicas(function, tf.range(4, dtype=tf.float64), (2, 2))
+
+
+def accumulator_of(strategy):
+    """A table and a kernel, updated by the negative of their gradients."""
+    optimizer = tf.compat.v1.train.GradientDescentOptimizer(1.0)
+    with strategy.scope():
+        table = tf.Variable(np.zeros([4, 1]), name="table")
+        kernel = tf.Variable(np.zeros([2]), name="kernel")
+        accumulator = macrobatch.GradientAccumulator(optimizer, [table, kernel], reduction="sum")
+    return [table, kernel], accumulator
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_replica_that_adds_nothing_to_a_window(saved, strategy, tmp_path):
+    """What it added to the window before must not count, nor be saved as if it did."""
+    variables, accumulator = accumulator_of(strategy)
+
+    def add(value, replicas):
+        def on_replica():
+            if tf.distribute.get_replica_context().replica_id_in_sync_group in replicas:
+                row = tf.constant([[value]], tf.float64)
+                rows = tf.IndexedSlices(row, tf.constant([1]), tf.constant([4, 1]))
+                accumulator.add([rows, tf.constant([value, 2 * value], tf.float64)])
+
+        strategy.run(on_replica)
+
+    add(10.0, [0, 1])
+    accumulator.apply()
+    add(1.0, [0])
+    if saved:
+        path = tf.train.Checkpoint(accumulator=accumulator).write(str(tmp_path / "window"))
+        variables, accumulator = accumulator_of(tf.distribute.get_strategy())
+        tf.train.Checkpoint(accumulator=accumulator).read(path).assert_consumed()
+    accumulator.apply()
+    table, kernel = (variable.numpy() for variable in variables)
+    np.testing.assert_array_equal(table, [[0.0], [-21.0], [0.0], [0.0]])
+    np.testing.assert_array_equal(kernel, [-21.0, -42.0])

@@ -25,7 +25,7 @@ from mutant import Mutant
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
 ALL = [*fit.MUTANTS, *loops.MUTANTS, *windows.MUTANTS, *replicas.MUTANTS, *sequences.MUTANTS]
-TIMEOUT = 600  # replicas that disagree may wait for each other for ever
+TIMEOUT = 1800  # replicas that disagree may wait for each other for ever
 
 
 def outcome_of(mutant: Mutant) -> str:
@@ -77,6 +77,13 @@ def tested(mutant: Mutant, source: str) -> str:
 
 def main(words: List[str]) -> int:
     chosen = [m for m in ALL if not words or any(word in m.name for word in words)]
+    print("Nothing broken: ", end="", flush=True)
+    tests = tuple(dict.fromkeys(test for m in chosen if m.old is not None for test in m.tests))
+    outcome = tested(Mutant("", "", "", "", tests), os.path.join(ROOT, "src"))
+    print(outcome.replace("SURVIVED", "all pass"))
+    if outcome != "SURVIVED":
+        print("The tests must pass without a mutant first.")
+        return 1
     found = []
     for index, mutant in enumerate(chosen, 1):
         print(f"[{index}/{len(chosen)}] {mutant.name} ... ", end="", flush=True)

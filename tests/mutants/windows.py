@@ -98,14 +98,14 @@ MUTANTS = [
         WINDOW,
         "                total = _sums.scaled(total, arrived[DENSE, index])\n",
         "",
-        (EVERYWHERE + "test_replicas",),
+        ("loops/test_replicas.py::test_a_replica_that_adds_nothing_to_a_window",),
     ),
     Mutant(
         "window: stale sums saved",
         WINDOW,
         "                self._tidy_up()\n",
         "",
-        (EVERYWHERE + "test_a_window_moves_to_another_number_of_replicas",),
+        ("loops/test_replicas.py::test_a_replica_that_adds_nothing_to_a_window",),
     ),
     Mutant(
         "window: rows not aligned before saving",
