@@ -127,7 +127,7 @@ MUTANTS = [
         WAIT,
         "return said == expected",
         "return True",
-        ("processes/test_wait.py::test_somebody_else_at_the_address",),
+        ("processes/test_wait.py::test_a_worker_that_comes_after_somebody_else_at_its_address",),
     ),
     waiting("replicas: a regulariser once per replica", LOSSES + "[regularizers-replicas]"),
     waiting(
