@@ -125,8 +125,8 @@ MUTANTS = [
     Mutant(
         "workers: anybody at the port taken for a worker",
         WAIT,
-        "return said == expected",
-        "return True",
+        '            connection.sendall(own.encode() + b"\\n")\n',
+        '            connection.sendall(own.encode() + b"\\n")\n            return True\n',
         ("processes/test_wait.py::test_a_worker_that_comes_after_somebody_else_at_its_address",),
     ),
     waiting("replicas: a regulariser once per replica", LOSSES + "[regularizers-replicas]"),
