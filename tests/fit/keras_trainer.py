@@ -11,7 +11,6 @@ import keras
 from keras.src.backend.tensorflow.trainer import TensorFlowTrainer as Trainer
 
 import macrobatch
-from macrobatch import _checks
 
 OPTIONAL = ("grain", "jax", "scipy", "torch")
 ABSENT = [name for name in OPTIONAL if importlib.util.find_spec(name) is None]
@@ -31,8 +30,11 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "requires_trainable_backend: TensorFlow is one")
     if "jax" in ABSENT:  # Keras' tests import it, whatever the backend is
         sys.modules["jax"] = types.ModuleType("jax")
-    # The models are a Trainer and a layer, and no keras.Model.
-    _checks.keras_model = lambda model: None
+    # The models are a Trainer and a layer, and no keras.Model: the check is lifted, wherever it is.
+    macrobatch.accumulate  # noqa: B018 - imports the rooms
+    for name, room in list(sys.modules.items()):
+        if name.startswith("macrobatch.") and hasattr(room, "keras_model"):
+            room.keras_model = lambda model: None
     Trainer.compile = compile_and_accumulate
 
 
