@@ -1,9 +1,10 @@
 # make demo         train a small network plainly and accumulated, and compare (one to two minutes)
 # make test         check, then the test suite; CI runs this and test-tf1
-# make test-all     the test suite, with what make test leaves out because it takes long
+# make test-all     the test suite, with the cases that are marked thorough: what make test deselects because it takes long
 # make check        formatting, lint and types
 # make test-oldest  the test suite with the oldest supported TensorFlow and Keras (.ci/oldest.txt)
 # make test-tf1     GradientAccumulator's tests with TensorFlow 1.14 (.ci/tf1.txt), from the built wheel; needs Python 3.7
+# make mutants      break the package in many ways, one at a time, and see whether a test notices (under half an hour)
 # make bench        what an update costs in time and memory, against its targets (under an hour)
 # make bench-peers  the same with gradient-accumulator and PyTorch, in environments of their own (about an hour, all in all)
 # make bench-replicas  what exchanging gradients between two workers costs, and a model of it (about ten minutes)
@@ -11,7 +12,7 @@
 #
 # Each target makes the environment that it needs from a Python found here. To choose one: make test PYTHON=/path/to/python
 
-.PHONY: demo test check pytest test-all test-oldest test-tf1 pytest-tf1 bench bench-peers bench-replicas clean
+.PHONY: demo test check pytest test-all test-oldest test-tf1 pytest-tf1 mutants bench bench-peers bench-replicas clean
 .DEFAULT_GOAL := test
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
@@ -53,14 +54,20 @@ check: .venv/dev-installed
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 
+# Neighbours stay in one process as long as both have work: they share what they compare with.
+PYTEST = -m pytest -n 2 --dist worksteal --durations 10
+
 pytest: .venv/dev-installed
-	.venv/bin/python -m pytest -n 2
+	.venv/bin/python $(PYTEST)
 
 test-all: .venv/dev-installed
-	.venv/bin/python -m pytest -n 2 --thorough
+	.venv/bin/python $(PYTEST) -m ""
 
 test-oldest: .venv-oldest/dev-installed
-	.venv-oldest/bin/python -m pytest -n 2
+	.venv-oldest/bin/python $(PYTEST)
+
+mutants: .venv/dev-installed
+	.venv/bin/python tests/mutants
 
 # Python 3.7 is past its end of life, so few machines have it: its absence is no failure, but is not passed over in silence.
 test-tf1:

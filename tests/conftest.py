@@ -1,5 +1,6 @@
 """Everything runs in float64 unless a test says otherwise: equality is then to 1e-10."""
 
+import gc
 import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -19,6 +20,11 @@ tf.config.set_logical_device_configuration(
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(16)
 
+# No tests, but a command: see its docstring.
+collect_ignore = ["mutants"]
+# TensorFlow and Keras stay: the collector need not look through them again and again.
+gc.freeze()
+
 
 @pytest.fixture(autouse=True)
 def double_precision():
@@ -28,19 +34,3 @@ def double_precision():
     yield
     keras.config.set_dtype_policy("float32")
     keras.config.set_floatx("float32")
-
-
-def pytest_addoption(parser):
-    parser.addoption("--thorough", action="store_true", help="run what tests leave out otherwise")
-
-
-def pytest_collection_modifyitems(items):
-    """Leaves out what the function `selected` of a test's module does not select."""
-    items[:] = [item for item in items if selected(item)]
-
-
-def selected(item):
-    parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    select = getattr(getattr(item, "module", None), "selected", None)
-    thorough = item.config.getoption("thorough")
-    return select is None or select(item.originalname, parameters, thorough)

@@ -1,9 +1,11 @@
 """What the equivalence tests share: training a model plainly and accumulated, and comparing."""
 
 import contextlib
+from typing import NamedTuple
 
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import macrobatch
@@ -13,6 +15,9 @@ MODES = {
     "eager": {"run_eagerly": True},
     "compiled": {"jit_compile": True},
 }
+
+# Beside a case or a parameter: `make test` deselects it, `make test-all` runs it.
+thorough = pytest.mark.thorough
 
 
 class DensePlain(keras.Model):
@@ -52,67 +57,93 @@ def variables(model):
     return [*model.variables, *model.optimizer.variables]
 
 
+class Reference(NamedTuple):
+    """Where training ended in plain Keras."""
+
+    paths: list
+    values: list
+    history: dict
+
+
+def ended(model, history=None):
+    """The `Reference` that a model is, after training."""
+    found = variables(model)
+    return Reference([v.path for v in found], [np.array(v) for v in found], history)
+
+
 def assert_same(left, right, tolerance=1e-10):
     """Asserts that two models have the same variables, those of their optimizers included."""
-    pairs = list(zip(variables(left), variables(right)))
-    assert len(pairs) == len(variables(left)) == len(variables(right))
-    for a, b in pairs:
-        a_value = np.array(a)
-        scale = max(1.0, np.abs(a_value).max(initial=0.0))
-        for b_value in strategy.experimental_local_results(b.value):
-            difference = np.abs(a_value - b_value.numpy()).max(initial=0.0) / scale
-            assert difference <= tolerance, f"{a.path} differs by {difference}"
+    assert_ended(ended(left), right, tolerance)
+
+
+def assert_ended(reference, model, tolerance=1e-10):
+    """Asserts that a model has the variables of the reference, on each of its replicas."""
+    found = variables(model)
+    assert len(reference.values) == len(found)
+    for path, value, variable in zip(reference.paths, reference.values, found):
+        scale = max(1.0, np.abs(value).max(initial=0.0))
+        for copy in strategy.experimental_local_results(variable.value):
+            difference = np.abs(value - copy.numpy()).max(initial=0.0) / scale
+            assert difference <= tolerance, f"{path} differs by {difference}"
 
 
 def assert_same_history(left, right, tolerance=1e-10):
-    assert left.history.keys() == right.history.keys()
-    for name, values in left.history.items():
-        np.testing.assert_allclose(values, right.history[name], rtol=tolerance, err_msg=name)
+    assert left.keys() == right.keys()
+    for name, values in left.items():
+        np.testing.assert_allclose(values, right[name], rtol=tolerance, err_msg=name)
 
 
 def _is_lambda(value):
     return getattr(value, "__name__", "") == "<lambda>"
 
 
-def check(
+def train(
     build,
     x,
     y=None,
     *,
-    micro_batch_size=3,
+    cut=None,
     batch_size=8,
     epochs=2,
     optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9),
-    micro_batch_weight=None,
-    cut=None,
     fit=None,
     before=None,
     moved=True,
+    scope=None,
     **compiled,
 ):
+    """Trains a model, accumulated if it is told how to cut batches. Returns it and its history.
+
+    A lambda is called for each model: metrics keep state, and generators run out.
+    """
+    keras.utils.set_random_seed(7)
+    with scope or contextlib.nullcontext():
+        model = build()
+        arguments = {k: v() if _is_lambda(v) else v for k, v in {"loss": "mse", **compiled}.items()}
+        model.compile(optimizer=optimizer(), **arguments)
+    if before:
+        before(model)
+    if cut:
+        macrobatch.accumulate(model, **cut)
+    start = [np.array(w) for w in model.trainable_weights]
+    x = x() if _is_lambda(x) else x
+    arguments = dict(fit or {})
+    if isinstance(x, (np.ndarray, list, dict)):
+        arguments.setdefault("batch_size", batch_size)
+    keras.utils.set_random_seed(3)
+    history = model.fit(x, y, epochs=epochs, shuffle=False, verbose=0, **arguments).history
+    if moved and start:
+        ends = [np.array(w) for w in model.trainable_weights]
+        assert any(np.abs(a - b).max() > 1e-4 for a, b in zip(start, ends)), "did not train"
+    return model, history
+
+
+def check(build, x, y=None, *, micro_batch_size=3, micro_batch_weight=None, cut=None, **options):
     """Trains two equal models, plainly on whole batches and accumulated; they end the same."""
-    plain, accumulated = build_pair(build)
-    compiled.setdefault("loss", "mse")
-    histories = []
-    for model in (plain, accumulated):
-        # A lambda makes a new loss or metric for each model: metrics keep state.
-        with model.distribute_strategy.scope():
-            arguments = {k: v() if _is_lambda(v) else v for k, v in compiled.items()}
-            model.compile(optimizer=optimizer(), **arguments)
-        if before:
-            before(model)
-        if model is accumulated:
-            how = cut or {"micro_batch_size": micro_batch_size}
-            macrobatch.accumulate(model, micro_batch_weight=micro_batch_weight, **how)
-        start = [np.array(w) for w in model.trainable_weights]
-        arguments = dict(fit() if callable(fit) else fit or {})
-        if not isinstance(x, tf.data.Dataset):
-            arguments.setdefault("batch_size", batch_size)
-        keras.utils.set_random_seed(3)
-        histories.append(model.fit(x, y, epochs=epochs, shuffle=False, verbose=0, **arguments))
-        if moved and start:
-            ends = [np.array(w) for w in model.trainable_weights]
-            assert any(np.abs(a - b).max() > 1e-4 for a, b in zip(start, ends)), "did not train"
+    cut = cut or {"micro_batch_size": micro_batch_size}
+    plain, history = train(build, x, y, **options)
+    cut = {"micro_batch_weight": micro_batch_weight, **cut}
+    accumulated, other = train(build, x, y, cut=cut, scope=strategy.scope(), **options)
     assert_same(plain, accumulated)
-    assert_same_history(*histories)
+    assert_same_history(history, other)
     return plain, accumulated

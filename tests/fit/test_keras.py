@@ -104,10 +104,6 @@ def test_tokens_are_counted_without_predictions(cut):
 
 
 def test_recompiling_keeps_accumulating():
-    def twice(model):
-        model.compile(optimizers.Adam(0.01), "mae")
-
-    check(dense, X, Y, before=twice)
     plain, accumulated = build_pair(dense)
     compiled(accumulated)
     for model in (plain, accumulated):
@@ -511,13 +507,12 @@ def failing_loss(y_true, y_pred):
 @pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 @pytest.mark.parametrize("where", ["forward", "backward", "loss"])
-@pytest.mark.parametrize("example", [8, 15])
-def test_a_failure_changes_nothing(mode, where, example):
-    x, y = X.copy(), Y.copy()
-    (y if where == "loss" else x)[example] = 1000.0
+def test_a_failure_changes_nothing(mode, where):
     model = keras.Sequential(
         [
             keras.Input([4]),
+            # Without a weight before it, the layer's backward pass would not be needed.
+            layers.Dense(4, kernel_initializer="identity"),
             Failing(where == "backward"),
             layers.Dense(5),
             layers.BatchNormalization(),
@@ -525,23 +520,22 @@ def test_a_failure_changes_nothing(mode, where, example):
             layers.Dense(2),
         ]
     )
-    # Without a weight before it, the layer's backward pass would not be needed.
-    model = keras.Sequential(
-        [keras.Input([4]), layers.Dense(4, kernel_initializer="identity"), *model.layers]
-    )
     model.compile(optimizers.Adam(0.0), failing_loss, metrics=["mae"], **MODES[mode])
     macrobatch.accumulate(model, 3)
     fit(model, X, Y)  # builds everything, and changes seeds and moving statistics
-    before = [np.array(v) for v in [*variables(model), *model.metrics_variables]]
+    before = [np.array(v) for v in variables(model)]
     iterations = int(model.optimizer.iterations)
-    with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
-        model.train_on_batch(x[8:], y[8:])
-    after = [*variables(model), *model.metrics_variables]
-    reset = {id(v) for v in model.metrics_variables}  # train_on_batch resets metrics first
-    for value, variable in zip(before, after):
-        if id(variable) not in reset:
+    for example in (8, 15):  # in the first micro-batch, and in the last
+        x, y = X.copy(), Y.copy()
+        (y if where == "loss" else x)[example] = 1000.0
+        model.reset_metrics()  # as train_on_batch does first
+        metrics = [np.array(v) for v in model.metrics_variables]
+        with pytest.raises(tf.errors.InvalidArgumentError, match="too large"):
+            model.train_on_batch(x[8:], y[8:])
+        after = [*variables(model), *model.metrics_variables]
+        for value, variable in zip([*before, *metrics], after):
             np.testing.assert_array_equal(value, variable, err_msg=variable.path)
-    assert int(model.optimizer.iterations) == iterations
+        assert int(model.optimizer.iterations) == iterations
 
 
 # Randomness
@@ -714,13 +708,14 @@ import keras, numpy as np, tensorflow as tf
 import macrobatch
 
 inputs = keras.Input([1], dtype="int32")
-rows = keras.layers.Flatten()(keras.layers.Embedding(1_000_000, 64)(inputs))
+rows = keras.layers.Flatten()(keras.layers.Embedding(1_000_000, 64, "zeros")(inputs))
 model = keras.Model(inputs, keras.layers.Dense(1)(rows))
-model.compile(keras.optimizers.Adam(), "mse")
+# The optimizer writes rows only: one that makes the table dense would hide that others do.
+model.compile(keras.optimizers.SGD(), "mse")
 if sys.argv[1] == "accumulated":
     macrobatch.accumulate(model, 32)
 x = np.random.default_rng(0).integers(0, 1_000_000, size=(256, 1))
-for _ in range(3):
+for _ in range(2):
     model.train_on_batch(x, np.ones([256, 1]))
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """

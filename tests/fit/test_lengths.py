@@ -8,7 +8,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import layers
-from support import MODES, check
+from support import MODES, check, thorough
 from test_accumulator_everywhere import mirrored
 
 import macrobatch
@@ -20,26 +20,6 @@ CUTS = {
     "tokens": {"micro_batch_tokens": 16, "sequence_axis": 1},
 }
 POSITIONS, VOCABULARY, CLASSES = 11, 20, 5
-
-
-def selected(name, parameters, thorough):
-    """Graphs of some models take long to make: these stand for the rest unless all are wanted."""
-    mode, cut = parameters.get("mode"), parameters.get("cut")
-    if thorough:
-        return True
-    if name == "test_recurrent_layers":  # README's code has one
-        return False
-    if name == "test_ragged_tokens":
-        return (mode, cut) in [("graph", "tokens"), ("eager", "size")]
-    if name in ("test_masked_tokens", "test_batches_padded_to_their_own_longest"):
-        compiled = "test_batches_padded_to_their_own_longest"  # which is the harder one
-        some = [("graph", "size"), ("eager", "tokens")]
-        return (mode, cut) in [*some, *([("compiled", "tokens")] if name == compiled else [])]
-    if name == "test_replicas":
-        return (parameters["build"] is tagger) == (cut == "tokens")
-    if name == "test_weights_of_tokens":
-        return mode == "graph" or parameters["reduction"] == "sum_over_batch_size"
-    return True
 
 
 @pytest.fixture
@@ -59,15 +39,35 @@ def tokens_of(examples=21, seed=0):
     return x, (x * 7 + 3) % CLASSES, real.astype("float64")
 
 
-def tagger(mask=True, length=None, recurrent=False):
-    """Predicts a class for each token."""
+class Context(layers.Layer):
+    """Adds the mean over tokens: as attention does, each prediction depends on all of them."""
+
+    supports_masking = True
+
+    def call(self, x, mask=None):
+        weights = tf.cast(mask, x.dtype)[..., None]
+        total = tf.reduce_sum(x * weights, 1, keepdims=True)
+        return x + total / tf.maximum(tf.reduce_sum(weights, 1, keepdims=True), 1)
+
+
+def tagger(mask=True, length=None):
+    """Predicts a class for each token. Quicker to trace than one with attention."""
     tokens = keras.Input([length], dtype="int32")
     x = layers.Embedding(VOCABULARY, 4, mask_zero=mask)(tokens)
-    if mask:
-        x = layers.MultiHeadAttention(2, 3)(x, x)
-    if mask and recurrent:
-        x = layers.Bidirectional(layers.LSTM(3, return_sequences=True))(x)
+    return keras.Model(tokens, layers.Dense(CLASSES)(Context()(x) if mask else x))
+
+
+def attending(*more):
+    tokens = keras.Input([None], dtype="int32")
+    x = layers.Embedding(VOCABULARY, 4, mask_zero=True)(tokens)
+    x = layers.MultiHeadAttention(2, 3)(x, x)
+    for layer in more:
+        x = layer(x)
     return keras.Model(tokens, layers.Dense(CLASSES)(x))
+
+
+def recurrent():
+    return attending(layers.Bidirectional(layers.LSTM(3, return_sequences=True)))
 
 
 def classifier():
@@ -82,23 +82,34 @@ def crossentropy(**options):
     return keras.losses.SparseCategoricalCrossentropy(from_logits=True, **options)
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("cut", CUTS)
-def test_masked_tokens(cut, mode):
+@pytest.mark.parametrize(
+    ("build", "cut", "mode"),
+    [
+        (attending, "size", "graph"),
+        (attending, "tokens", "eager"),
+        pytest.param(attending, "tokens", "graph", marks=thorough),
+        pytest.param(attending, "size", "eager", marks=thorough),
+        pytest.param(attending, "size", "compiled", marks=thorough),
+        pytest.param(attending, "tokens", "compiled", marks=thorough),
+        pytest.param(recurrent, "tokens", "graph", marks=thorough),
+    ],
+)
+def test_masked_tokens(build, cut, mode):
     x, y, _ = tokens_of()
     metrics = ["sparse_categorical_accuracy"]
     how = {"cut": CUTS[cut], "metrics": metrics, **MODES[mode]}
-    check(tagger, x, y, loss=lambda: crossentropy(), **how)
+    check(build, x, y, loss=lambda: crossentropy(), **how)
 
 
-def test_recurrent_layers():
-    x, y, _ = tokens_of()
-    build = lambda: tagger(recurrent=True)  # noqa: E731
-    check(build, x, y, cut=CUTS["tokens"], loss=lambda: crossentropy())
-
-
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("mode", ["graph", "compiled"])
+@pytest.mark.parametrize(
+    ("cut", "mode"),
+    [
+        ("size", "graph"),
+        ("tokens", "compiled"),  # the harder one
+        pytest.param("tokens", "graph", marks=thorough),
+        pytest.param("size", "compiled", marks=thorough),
+    ],
+)
 def test_batches_padded_to_their_own_longest(cut, mode):
     """Then no shape is known before a batch is there."""
     x, y, _ = tokens_of()
@@ -134,8 +145,15 @@ def ragged_batches(x, y):
     return batches.map(lambda x, y: (x, y.to_tensor()))
 
 
-@pytest.mark.parametrize("mode", ["graph", "eager"])
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    ("cut", "mode"),
+    [
+        ("tokens", "graph"),
+        ("size", "eager"),
+        pytest.param("size", "graph", marks=thorough),
+        pytest.param("tokens", "eager", marks=thorough),
+    ],
+)
 def test_ragged_tokens(cut, mode):
     """Labels beside them are cut too, and masked metrics are of the whole batch's width."""
     x, y, _ = tokens_of()
@@ -171,8 +189,15 @@ def test_a_budget_for_ragged_tokens(features, mode):
     assert all(examples * longest <= 24 for examples, longest in seen)
 
 
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("build", [classifier, tagger])
+@pytest.mark.parametrize(
+    ("build", "cut"),
+    [
+        (classifier, "size"),
+        (tagger, "tokens"),
+        pytest.param(classifier, "tokens", marks=thorough),
+        pytest.param(tagger, "size", marks=thorough),
+    ],
+)
 def test_replicas(build, cut, strategy, monkeypatch):
     monkeypatch.setattr(support, "strategy", strategy)
     x, y, _ = tokens_of(19)
@@ -181,7 +206,7 @@ def test_replicas(build, cut, strategy, monkeypatch):
     check(build, x, y, cut=CUTS[cut], loss=lambda: crossentropy(), metrics=metrics, batch_size=9)
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("cut", ["tokens", pytest.param("size", marks=thorough)])
 def test_labels_without_the_axis(cut):
     x, y, _ = tokens_of()
     weights = np.random.default_rng(1).random(len(x))
@@ -197,8 +222,17 @@ def test_labels_without_the_axis(cut):
     )
 
 
-@pytest.mark.parametrize("reduction", ["sum_over_batch_size", "mean_with_sample_weight", "sum"])
-@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize(
+    ("reduction", "mode"),
+    [
+        ("sum_over_batch_size", "graph"),
+        ("sum_over_batch_size", "eager"),
+        ("mean_with_sample_weight", "graph"),
+        ("sum", "graph"),
+        pytest.param("mean_with_sample_weight", "eager", marks=thorough),
+        pytest.param("sum", "eager", marks=thorough),
+    ],
+)
 def test_weights_of_tokens(reduction, mode):
     """No mask: padding has weight 0, and by default counts in the mean all the same."""
     x, y, real = tokens_of()
@@ -369,7 +403,8 @@ def test_there_is_less_work(cut, most):
     recorder = Recorder()
     tokens = keras.Input([None], dtype="int32")
     hidden = recorder(layers.Embedding(VOCABULARY, 4, mask_zero=True)(tokens))
-    model = keras.Model(tokens, layers.Dense(CLASSES)(layers.LSTM(3)(hidden)))
+    hidden = layers.GlobalAveragePooling1D()(hidden)
+    model = keras.Model(tokens, layers.Dense(CLASSES)(hidden))
     model.compile("sgd", crossentropy(), run_eagerly=True)
     macrobatch.accumulate(model, **CUTS[cut])
     model.fit(x, y[:, 0], batch_size=21, epochs=1, verbose=0)
@@ -380,38 +415,6 @@ def test_there_is_less_work(cut, most):
     assert sum(examples for examples, *_ in shapes) == 21
     work = sum(examples * length for examples, length, _ in shapes)
     assert lengths_of(21).sum() <= work < 0.6 * x.size
-
-
-def test_compiled_shapes_are_few():
-    rng = np.random.default_rng(0)
-    shapes = set()
-    for batch in range(40):
-        examples = int(rng.integers(1, 60))
-        x = np.arange(300) < rng.integers(1, 300, examples)[:, None]
-        x = tf.constant(x[:, : x.any(0).sum()].astype("int32"))
-        shape = tf.TensorSpec([None, None], tf.int32)
-        cut = _lengths.Cut(None if batch % 2 else 8, 1024 if batch % 2 else None, 1)
-
-        @tf.function(input_signature=[shape], autograph=False)
-        def sizes(x, cut=cut):
-            micro_batches = cut.apply(x, tf.shape(x)[0], x=x, rounded=True)
-            run = micro_batches.runs[0]
-            array = tf.TensorArray(tf.int32, run.count, element_shape=[2])
-            return tf.while_loop(
-                lambda i, _: i < run.count,
-                lambda i, a: (i + 1, a.write(i, tf.shape(micro_batches.get(run, i)))),
-                (0, array),
-            )[1].stack()
-
-        found = sizes(x).numpy()
-        assert found[:, 0].sum() == examples
-        for count, length in found:  # what is left at the end is cut into powers of two
-            assert count == (cut.size or 1024 // length) or count & (count - 1) == 0
-        shapes |= set(map(tuple, found))
-    lengths = {length for _, length in shapes}
-    assert lengths <= set(_lengths.BUCKETS)
-    # Of each length: the size, and powers of two below it.
-    assert len(shapes) <= len(lengths) * 12
 
 
 # value_and_gradients
@@ -795,7 +798,8 @@ def test_what_is_not_finite_is_no_matter_of_padding():
     assert np.isnan(model.fit(x, y[:, 0], batch_size=8, verbose=0).history["loss"][0])
 
 
-def test_values_that_happen_to_be_as_many_as_positions():
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_values_that_happen_to_be_as_many_as_positions(mode):
     """A metric of three values for each example, and sequences of a length of three."""
 
     def build():
@@ -805,9 +809,8 @@ def test_values_that_happen_to_be_as_many_as_positions():
         return keras.Model(tokens, layers.Reshape([3, 1])(x))
 
     x, _, _ = tokens_of()
-    for mode in ("graph", "eager"):
-        how = {"cut": CUTS["size"], "metrics": ["mae"], **MODES[mode]}
-        check(build, x, x[:, :3, None] * 0.1, **how)
+    how = {"cut": CUTS["size"], "metrics": ["mae"], **MODES[mode]}
+    check(build, x, x[:, :3, None] * 0.1, **how)
 
 
 def test_a_fixed_length():
@@ -946,6 +949,40 @@ def test_batches_without_lengths(batch, options, match):
     options = {"micro_batch_size": 2, "sequence_axis": 1, **options}
     with pytest.raises(Exception, match=match):
         macrobatch.value_and_gradients(lambda x: variable * 1.0, [variable], batch, **options)
+
+
+# Inside of the package
+
+
+@pytest.mark.parametrize("size", [{"size": 8, "tokens": None}, {"size": None, "tokens": 1024}])
+def test_compiled_shapes_are_few(size):
+    cut = _lengths.Cut(*size.values(), 1)
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int32)], autograph=False)
+    def shapes_of(x):
+        micro_batches = cut.apply(x, tf.shape(x)[0], x=x, rounded=True)
+        run = micro_batches.runs[0]
+        array = tf.TensorArray(tf.int32, run.count, element_shape=[2])
+        return tf.while_loop(
+            lambda i, _: i < run.count,
+            lambda i, a: (i + 1, a.write(i, tf.shape(micro_batches.get(run, i)))),
+            (0, array),
+        )[1].stack()
+
+    rng = np.random.default_rng(0)
+    shapes = set()
+    for _ in range(20):
+        examples = int(rng.integers(1, 60))
+        x = np.arange(300) < rng.integers(1, 300, examples)[:, None]
+        found = shapes_of(tf.constant(x[:, : x.any(0).sum()].astype("int32"))).numpy()
+        assert found[:, 0].sum() == examples
+        for count, length in found:  # what is left at the end is cut into powers of two
+            assert count == (cut.size or 1024 // length) or count & (count - 1) == 0
+        shapes |= set(map(tuple, found))
+    lengths = {length for _, length in shapes}
+    assert lengths <= set(_lengths.BUCKETS)
+    # Of each length: the size, and powers of two below it.
+    assert len(shapes) <= len(lengths) * 12
 
 
 # What macrobatch knows about the inside of Keras. These fail if a private name goes.

@@ -1,5 +1,7 @@
 """Two replicas end where one device ends on the whole batch."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ from keras import layers
 from test_accumulator_everywhere import mirrored
 from test_value_and_gradients import FORMS, assert_close, data, dense
 
+import macrobatch
 from macrobatch import value_and_gradients
 
 
@@ -25,11 +28,18 @@ def on_replicas(function, batch, sizes, graph=True):
         *parts,
     )
 
-    def call(batch):
-        return strategy.run(function, args=(batch,))
-
-    results = (tf.function(call) if graph else call)(distributed)
+    results = (_in_graph(function) if graph else _run(function))(distributed)
     return tf.nest.map_structure(strategy.experimental_local_results, results)
+
+
+def _run(function):
+    return lambda batch: mirrored(2).run(function, args=(batch,))
+
+
+@functools.lru_cache(maxsize=1)
+def _in_graph(function):
+    """Kept for the next call of the same function: it is traced once."""
+    return tf.function(_run(function))
 
 
 @pytest.fixture
@@ -46,12 +56,15 @@ def linear():
     return [tf.Variable(np.linspace(-1, 1, 3)), tf.Variable(0.5, dtype=tf.float64)]
 
 
-SIZES = [(4, 4), (6, 2), (1, 7), (8, 0), (0, 8)]
-IN_GRAPHS = [(form, sizes, True) for form in FORMS for sizes in SIZES]
+# All forms at one pair of sizes, one form at all of them.
+FORMS_IN_GRAPHS = [(form, (6, 2), True) for form in FORMS]
+SIZES_IN_GRAPHS = [
+    ("losses and weights", sizes, True) for sizes in [(4, 4), (1, 7), (8, 0), (0, 8)]
+]
 EAGERLY = [("losses and weights", (6, 2), False), ("losses", (8, 0), False)]  # which is slow
 
 
-@pytest.mark.parametrize(("form", "sizes", "graph"), IN_GRAPHS + EAGERLY)
+@pytest.mark.parametrize(("form", "sizes", "graph"), [*FORMS_IN_GRAPHS, *SIZES_IN_GRAPHS, *EAGERLY])
 def test_the_loss_is_whole_and_gradients_sum_to_the_whole(form, sizes, graph, strategy):
     kernel, bias = made_in(strategy, linear)
     batch = data(8)
@@ -253,3 +266,40 @@ def test_variables_made_outside_of_the_scope():
 
     with pytest.raises(ValueError, match="must be made in the strategy's scope"):
         on_replicas(function, tf.range(4, dtype=tf.float64), (2, 2))
+
+
+def accumulator_of(strategy):
+    """A table and a kernel, updated by the negative of their gradients."""
+    optimizer = tf.compat.v1.train.GradientDescentOptimizer(1.0)
+    with strategy.scope():
+        table = tf.Variable(np.zeros([4, 1]), name="table")
+        kernel = tf.Variable(np.zeros([2]), name="kernel")
+        accumulator = macrobatch.GradientAccumulator(optimizer, [table, kernel], reduction="sum")
+    return [table, kernel], accumulator
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_a_replica_that_adds_nothing_to_a_window(saved, strategy, tmp_path):
+    """What it added to the window before must not count, nor be saved as if it did."""
+    variables, accumulator = accumulator_of(strategy)
+
+    def add(value, replicas):
+        def on_replica():
+            if tf.distribute.get_replica_context().replica_id_in_sync_group in replicas:
+                row = tf.constant([[value]], tf.float64)
+                rows = tf.IndexedSlices(row, tf.constant([1]), tf.constant([4, 1]))
+                accumulator.add([rows, tf.constant([value, 2 * value], tf.float64)])
+
+        strategy.run(on_replica)
+
+    add(10.0, [0, 1])
+    accumulator.apply()
+    add(1.0, [0])
+    if saved:
+        path = tf.train.Checkpoint(accumulator=accumulator).write(str(tmp_path / "window"))
+        variables, accumulator = accumulator_of(tf.distribute.get_strategy())
+        tf.train.Checkpoint(accumulator=accumulator).read(path).assert_consumed()
+    accumulator.apply()
+    table, kernel = (variable.numpy() for variable in variables)
+    np.testing.assert_array_equal(table, [[0.0], [-21.0], [0.0], [0.0]])
+    np.testing.assert_array_equal(kernel, [-21.0, -42.0])

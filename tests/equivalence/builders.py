@@ -1,0 +1,272 @@
+"""Data and small models for the equivalence cases."""
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import layers
+from support import DensePlain
+
+N = 19  # with batches of 8 and micro-batches of 3: uneven micro-batches and an uneven last batch
+
+
+def data(*shape, seed=0):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+X, Y = data(N, 4), data(N, 2, seed=1)
+
+
+def tokens(examples=N, length=6, vocabulary=11, seed=0):
+    """Padded sequences: the number of real tokens differs from example to example."""
+    random = np.random.default_rng(seed)
+    sequences = random.integers(1, vocabulary, size=(examples, length))
+    lengths = random.integers(1, length + 1, size=examples)
+    return np.where(np.arange(length) < lengths[:, None], sequences, 0)
+
+
+TAGS = tokens(vocabulary=3)
+
+
+def padded(seed=0, zero_in_first=0):
+    """Sequences of vectors of different lengths; the first examples may have no token at all."""
+    mask = tokens(seed=seed) > 0
+    mask[:zero_in_first] = False
+    return data(N, 6, 2, seed=seed) * mask[..., None]
+
+
+def batches():
+    for start in range(0, N, 8):
+        yield X[start : start + 8], Y[start : start + 8]
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 3
+
+    def __getitem__(self, index):
+        return list(batches())[index]
+
+
+def dense(units=2, **kwargs):
+    inputs = keras.Input([4])
+    hidden = layers.Dense(5, activation="tanh")(inputs)
+    return keras.Model(inputs, layers.Dense(units, **kwargs)(hidden))
+
+
+def linear(*more, **kwargs):
+    """One layer, with others behind it: quick to trace."""
+    inputs = outputs = keras.Input([4])
+    for layer in [layers.Dense(2, **kwargs), *more]:
+        outputs = layer(outputs)
+    return keras.Model(inputs, outputs)
+
+
+def masked(hidden=None, **kwargs):
+    """Masking and no embedding: plain Keras is then the update of its gradient."""
+    inputs = keras.Input([6, 2])
+    hidden = (hidden or layers.Dense(4, activation="tanh"))(layers.Masking()(inputs))
+    return keras.Model(inputs, layers.Dense(3, activation="softmax", **kwargs)(hidden))
+
+
+def recurrent(**kwargs):
+    return masked(layers.LSTM(4, return_sequences=True), **kwargs)
+
+
+def tagger(kind=keras.Model):
+    inputs = keras.Input([None], dtype="int32")
+    embedded = layers.Embedding(11, 4, mask_zero=True)(inputs)
+    hidden = layers.Dense(5, activation="tanh")(embedded)
+    return kind(inputs, layers.Dense(3, activation="softmax")(hidden))
+
+
+def dense_tagger():
+    """The reference of `tagger`: the embedding's rows repeat."""
+    return tagger(DensePlain)
+
+
+def two_outputs(structure="dict"):
+    """Two inputs, two outputs of which one is masked: each term has its own denominator."""
+    sequence, vector = keras.Input([6, 2], name="sequence"), keras.Input([4], name="vector")
+    states = layers.Dense(4, activation="tanh")(layers.Masking()(sequence))
+    tags = layers.Dense(3, activation="softmax", name="tags")(states)
+    pooled = layers.GlobalAveragePooling1D()(states)
+    score = layers.Dense(1, name="score")(layers.Concatenate()([pooled, vector]))
+    outputs = {
+        "list": [tags, score],
+        "dict": {"tags": tags, "score": score},
+        "nested": {"a": {"d": tags}, "b": {"c": score}},
+    }
+    return keras.Model([sequence, vector], outputs[structure])
+
+
+TWO_INPUTS = {"sequence": padded(), "vector": data(N, 4, seed=2)}
+SCORES = data(N, 1, seed=3)
+
+
+class Penalty(layers.Layer):
+    """Adds squares to the loss: one for each example, or their mean."""
+
+    def __init__(self, per_example):
+        super().__init__()
+        self.per_example = per_example
+
+    def call(self, inputs):
+        squares = keras.ops.mean(keras.ops.square(inputs), axis=-1)
+        self.add_loss(squares if self.per_example else keras.ops.mean(squares))
+        return inputs
+
+
+class Subclassed(keras.Model):
+    """Not built before its first batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = layers.Dense(5, activation="tanh")
+        self.second = layers.Dense(2)
+
+    def call(self, inputs):
+        return self.second(self.first(inputs))
+
+
+def shared():
+    left, right = keras.Input([4]), keras.Input([4])
+    layer = layers.Dense(3, activation="tanh")
+    return keras.Model([left, right], layers.Dense(2)(layer(left) * layer(right)))
+
+
+def nested():
+    inputs = keras.Input([4])
+    inner = keras.Sequential([layers.Dense(4, activation="tanh", kernel_regularizer="l2")])
+    return keras.Model(inputs, layers.Dense(2)(keras.Sequential([inner, inner])(inputs)))
+
+
+def frozen():
+    model = keras.Sequential([keras.Input([4]), layers.Dense(4), layers.Dense(2)])
+    model.layers[0].trainable = False
+    return model
+
+
+def convolutional():
+    convolution = [layers.Reshape([2, 2, 1]), layers.Conv2D(3, 2), layers.Flatten()]
+    return keras.Sequential([keras.Input([4]), *convolution, layers.Dense(2)])
+
+
+class PartlyUnused(keras.Model):
+    """One layer gets no gradient at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.unused = layers.Dense(2), layers.Dense(2)
+
+    def call(self, inputs):
+        self.unused(inputs)
+        return self.used(inputs)
+
+
+class SometimesUsed(keras.Model):
+    """A layer that only examples with a positive first feature use: None in other micro-batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.always, self.sometimes = layers.Dense(2), layers.Dense(2)
+
+    def build(self, shape):
+        self.always.build(shape)
+        self.sometimes.build(shape)
+
+    def call(self, inputs):
+        outputs = self.always(inputs)
+        used = inputs[:, :1] > 0
+        if tf.reduce_any(used):
+            outputs += tf.where(used, self.sometimes(inputs), 0.0)
+        return outputs
+
+
+class Branching(keras.Model):
+    """An embedding in a branch: its gradient comes without a known shape."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.last = layers.Embedding(50, 4), layers.Dense(2)
+
+    def build(self, shape):
+        self.embedding.build(shape)
+        self.last.build([None, 4])
+
+    def call(self, inputs):
+        rows = tf.cond(
+            tf.reduce_sum(inputs) > 3,
+            lambda: self.embedding(inputs),
+            lambda: 2 * self.embedding(inputs),
+        )
+        return self.last(tf.reduce_sum(rows, axis=1))
+
+
+# Gradients that only variables get
+
+
+class Recomputed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        with keras.RematScope(mode="full"):
+            self.first = layers.Dense(5, activation="tanh", kernel_regularizer="l2")
+        self.second = layers.Dense(2)
+
+    def call(self, inputs):
+        return self.second(self.first(inputs))
+
+
+class InFunction(layers.Layer):
+    def __init__(self):
+        super().__init__()
+        self.layer = layers.Dense(2)
+
+    def build(self, shape):
+        self.layer.build(shape)
+
+    @tf.function
+    def call(self, inputs):
+        return self.layer(inputs)
+
+
+class OwnGradient(InFunction):
+    def call(self, inputs):
+        @tf.custom_gradient
+        def halved(x):
+            with tf.GradientTape(persistent=True) as tape:
+                tape.watch(x)
+                outputs = self.layer(x)
+
+            def gradient(upstream, variables=None):
+                gradients = tape.gradient(outputs, [x, *(variables or [])], upstream)
+                gradients = [0.5 * g for g in gradients]
+                return gradients[0], gradients[1:]
+
+            return outputs, gradient
+
+        return halved(inputs)
+
+
+# Inputs that are no arrays
+
+
+def ragged():
+    inputs = keras.Input([None], dtype="int32", ragged=True)
+    embedded = layers.Embedding(11, 4)(inputs)
+    pooled = layers.Lambda(lambda t: tf.reduce_mean(t, axis=1), output_shape=(4,))(embedded)
+    return keras.Model(inputs, layers.Dense(2)(pooled))
+
+
+def ragged_batches():
+    rows = tf.ragged.constant([list(row[row > 0]) for row in tokens()], dtype=tf.int32)
+    return tf.data.Dataset.from_tensor_slices((rows, Y)).batch(8)
+
+
+def sparse():
+    inputs = keras.Input([4], sparse=True)
+    return keras.Model(inputs, layers.Dense(2)(inputs))
+
+
+def sparse_batches():
+    x = tf.sparse.from_dense(X * (data(N, 4, seed=9) > 0))
+    return tf.data.Dataset.from_tensor_slices((x, Y)).batch(8)

@@ -1,0 +1,86 @@
+"""A case: a model, its data and how it is trained. It runs in all modes unless it says otherwise.
+
+The reference of a case, plain Keras on whole batches, is trained once and kept for all modes.
+"""
+
+import functools
+from dataclasses import dataclass, field
+from typing import Any, Callable, Dict, List, Optional
+
+import pytest
+import support
+from support import MODES, assert_ended, assert_same_history, ended, train
+from test_accumulator_everywhere import mirrored
+
+EVERYWHERE = "graph eager compiled replicas"
+
+
+@dataclass(eq=False)
+class Case:
+    """A record; what `support.train` takes besides is in `options`.
+
+    Attributes:
+        modes: what the case can run in. The reference runs in the first of them.
+        quick: in which of these `make test` runs it. The others are left to `make test-all`.
+        filters: of warnings that are no matter of the case.
+        reference: what builds the plain model, if not `build`.
+        per_mode: whether plain Keras reports other losses in other modes. It weighs the losses of
+            several outputs by the size of a batch where the size is static.
+    """
+
+    build: Callable[[], Any]
+    x: Any
+    y: Any = None
+    modes: str = EVERYWHERE
+    quick: str = EVERYWHERE
+    filters: List[str] = field(default_factory=list)
+    micro_batch_size: int = 3
+    reference: Optional[Callable[[], Any]] = None
+    per_mode: bool = False
+    options: Dict[str, Any] = field(default_factory=dict)
+
+    def expected(self, mode):
+        return self._trained(mode if self.per_mode and mode in MODES else self.modes.split()[0])
+
+    @functools.lru_cache(maxsize=None)  # noqa: B019 - cases live as long as the process
+    def _trained(self, mode):
+        build = self.reference or self.build
+        return ended(*train(build, self.x, self.y, **{**self.options, **MODES[mode]}))
+
+    def check(self, mode, monkeypatch):
+        """Trains the model accumulated; it ends where plain Keras ends."""
+        if mode == "replicas":
+            monkeypatch.setattr(support, "strategy", mirrored(2))
+        model, history = train(
+            self.build,
+            self.x,
+            self.y,
+            cut={"micro_batch_size": self.micro_batch_size},
+            scope=support.strategy.scope(),
+            **{**self.options, **MODES.get(mode, {})},
+        )
+        expected = self.expected(mode)
+        assert_ended(expected, model)
+        assert_same_history(expected.history, history)
+
+
+def case(build, x, y=None, **options):
+    """A `Case`, written as a call of `support.check` is."""
+    known = {name: options.pop(name) for name in list(options) if name in Case.__annotations__}
+    return Case(build, x, y, options=options, **known)
+
+
+def parameters(cases):
+    """Each case in each of its modes, marked thorough where it says so."""
+    return [
+        pytest.param(case, mode, id=f"{name}-{mode}", marks=marks(case, mode))
+        for name, case in cases.items()
+        for mode in case.modes.split()
+    ]
+
+
+def marks(case, mode):
+    # Half of a batch may be less than a micro-batch.
+    of_mode = ["ignore:Nothing is being accumulated"] if mode == "replicas" else []
+    found = [pytest.mark.filterwarnings(each) for each in [*case.filters, *of_mode]]
+    return found if mode in case.quick.split() else [*found, support.thorough]

@@ -1,0 +1,285 @@
+"""Equivalence cases: losses, their reductions, masks and weights, regularisers, metrics."""
+
+import keras
+import numpy as np
+from builders import (
+    SCORES,
+    TAGS,
+    TWO_INPUTS,
+    N,
+    Penalty,
+    X,
+    Y,
+    data,
+    dense,
+    linear,
+    masked,
+    padded,
+    recurrent,
+    two_outputs,
+)
+from case import case
+from keras import layers, losses, optimizers
+
+REDUCTIONS = ["sum_over_batch_size", "mean", "mean_with_sample_weight", "sum"]
+CASES = {}
+
+
+def slow_sgd():
+    return optimizers.SGD(0.01)
+
+
+def weights(*shape, seed=1):
+    return {"sample_weight": np.random.default_rng(seed).uniform(0, 2, shape)}
+
+
+# Reductions, with and without weights
+
+
+def mse(reduction):
+    return lambda: losses.MeanSquaredError(reduction=reduction)
+
+
+for reduction in REDUCTIONS:
+    compiled = "compiled" if reduction in ("sum", "mean_with_sample_weight") else ""
+    CASES[f"reduction-{reduction}"] = case(dense, X, Y, loss=mse(reduction), quick="graph")
+    CASES[f"reduction-{reduction}-weights"] = case(
+        dense,
+        X,
+        Y,
+        loss=mse(reduction),
+        fit=weights(N),
+        quick=f"graph eager replicas {compiled}",
+    )
+
+CASES["no-reduction"] = case(
+    dense, X, Y, loss=mse(None), optimizer=slow_sgd, quick="graph"
+)  # trains as a sum
+CASES["weights-that-cancel-in-a-micro-batch"] = case(
+    dense,
+    data(16, 4),
+    data(16, 2, seed=1),
+    micro_batch_size=2,
+    loss=mse("mean_with_sample_weight"),
+    fit={"sample_weight": np.tile([1.0, -1.0, 2.0, 3.0], 4)},
+    quick="graph replicas",
+)
+
+# Masks
+
+
+def crossentropy(reduction="sum_over_batch_size", **options):
+    return lambda: losses.SparseCategoricalCrossentropy(reduction=reduction, **options)
+
+
+def masks(reduction, fit=None, **options):
+    loss = crossentropy(reduction)
+    return case(
+        masked, padded(), TAGS, loss=loss, fit=fit, weighted_metrics=["accuracy"], **options
+    )
+
+
+for reduction in REDUCTIONS:
+    replicas = "replicas" if reduction in ("sum_over_batch_size", "mean_with_sample_weight") else ""
+    compiled = "compiled" if reduction == "mean" else ""
+    CASES[f"mask-{reduction}"] = masks(reduction, quick=f"graph {replicas} {compiled}")
+    compiled = "compiled" if reduction == "mean_with_sample_weight" else ""
+    CASES[f"mask-{reduction}-weights-of-tokens"] = masks(
+        reduction, weights(N, 6), quick=f"graph eager {compiled}"
+    )
+    quick = {"mean_with_sample_weight": "graph", "sum": "compiled"}.get(reduction, "")
+    CASES[f"mask-{reduction}-weights-of-examples"] = masks(reduction, weights(N, 1), quick=quick)
+
+CASES["no-token-in-a-micro-batch"] = case(
+    masked, padded(zero_in_first=4), TAGS, loss=crossentropy(), quick="graph eager replicas"
+)
+CASES["no-token-in-a-batch"] = case(
+    masked, padded(zero_in_first=9), TAGS, loss=crossentropy(), quick="graph"
+)
+CASES["recurrent"] = case(
+    recurrent, padded(zero_in_first=4), TAGS, loss=crossentropy(), quick="graph"
+)
+CASES["mask-from-labels"] = case(
+    masked, padded(), TAGS, loss=crossentropy(ignore_class=2), quick="graph"
+)
+
+# Other losses
+
+
+def distance(y_true, y_pred):
+    return keras.ops.sum(keras.ops.abs(y_true - y_pred), axis=-1)
+
+
+class Flat(losses.Loss):
+    def call(self, y_true, y_pred):
+        return keras.ops.reshape((y_true - y_pred) ** 2, [-1])
+
+
+def mean_of_all(y_true, y_pred):
+    return keras.ops.mean((keras.ops.one_hot(y_true, 3) - y_pred) ** 2)
+
+
+CASES["function"] = case(dense, X, Y, loss=distance, quick="graph")
+CASES["class-weight"] = case(
+    lambda: dense(3, activation="softmax"),
+    X,
+    np.random.default_rng(0).integers(0, 3, N),
+    loss="sparse_categorical_crossentropy",
+    fit={"class_weight": {0: 0.2, 1: 1.0, 2: 3.0}},
+    metrics=["accuracy"],
+    weighted_metrics=["sparse_categorical_crossentropy"],
+    quick="graph",
+)
+CASES["sum-of-flattened-values"] = case(
+    dense,
+    data(16, 4),
+    data(16, 2, seed=1),
+    micro_batch_size=4,
+    loss=lambda: Flat(reduction="sum"),
+    optimizer=slow_sgd,
+    quick="graph",
+)
+# An older Keras adds an epsilon to each mask, which the mean then has too.
+if tuple(map(int, keras.__version__.split(".")[:2])) > (3, 12):
+    CASES["scalar-mean-over-a-masked-output"] = case(
+        masked,
+        padded(),
+        TAGS,
+        loss=mean_of_all,
+        quick="graph",
+        filters=["ignore::macrobatch.ExactnessWarning"],
+    )
+
+# Several outputs, several losses
+
+LABELS = {"tags": TAGS, "score": SCORES}
+CASES["outputs-list"] = case(
+    lambda: two_outputs("list"),
+    TWO_INPUTS,
+    [TAGS, SCORES],
+    loss=["sparse_categorical_crossentropy", "mae"],
+    loss_weights=[0.3, 2.0],
+    per_mode=True,
+    quick="graph",
+)
+CASES["outputs-dict"] = case(
+    two_outputs,
+    TWO_INPUTS,
+    LABELS,
+    loss={"tags": "sparse_categorical_crossentropy", "score": "mae"},
+    loss_weights={"tags": 0.3, "score": 2.0},
+    per_mode=True,
+    quick="graph eager",
+)
+CASES["outputs-nested"] = case(
+    lambda: two_outputs("nested"),
+    TWO_INPUTS,
+    {"a": {"d": TAGS}, "b": {"c": SCORES}},
+    loss={"a": {"d": "sparse_categorical_crossentropy"}, "b": {"c": "mae"}},
+    per_mode=True,
+    quick="graph",
+)
+CASES["outputs-with-their-own-weights"] = case(
+    two_outputs,
+    TWO_INPUTS,
+    LABELS,
+    loss=lambda: {
+        "tags": losses.SparseCategoricalCrossentropy(reduction="mean_with_sample_weight"),
+        "score": losses.MeanAbsoluteError(reduction="mean_with_sample_weight"),
+    },
+    weighted_metrics={"tags": ["accuracy"], "score": ["mse"]},
+    per_mode=True,
+    fit={"sample_weight": {"tags": data(N, 6, seed=5) ** 2, "score": data(N, seed=6) ** 2}},
+    quick="graph replicas",
+)
+CASES["output-without-loss"] = case(
+    two_outputs,
+    TWO_INPUTS,
+    LABELS,
+    loss={"tags": "sparse_categorical_crossentropy", "score": None},
+    per_mode=True,
+    filters=["ignore:Gradients do not exist"],
+    quick="graph",
+)
+
+
+def two_heads():
+    inputs = keras.Input([4])
+    return keras.Model(inputs, [layers.Dense(2, name=name)(inputs) for name in ("a", "b")])
+
+
+CASES["outputs-without-reduction"] = case(
+    two_heads,
+    X,
+    [Y, data(N, 2, seed=2)],
+    loss=lambda: [losses.MeanSquaredError(reduction=None) for _ in range(2)],
+    per_mode=True,
+    optimizer=slow_sgd,
+    quick="graph replicas",
+)
+CASES["several-losses-of-one-output"] = case(
+    lambda: dense(name="output"),
+    X,
+    Y,
+    loss=lambda: ["mse", losses.MeanSquaredError(reduction=None, name="other")],
+    quick="graph",
+)
+
+# Regularisers and add_loss
+
+
+def regularized():
+    first = {"kernel_regularizer": "l1l2", "bias_regularizer": "l2"}
+    return linear(layers.Dense(2, activity_regularizer="l2"), **first)
+
+
+CASES["regularizers"] = case(regularized, X, Y)
+CASES["add_loss-vectors"] = case(
+    lambda: linear(Penalty(True), layers.Dense(2)),
+    X,
+    Y,
+    optimizer=slow_sgd,
+    quick="graph eager replicas",
+)
+CASES["add_loss-scalars"] = case(
+    lambda: linear(Penalty(False), layers.Dense(2)),
+    X,
+    Y,
+    filters=["ignore::macrobatch.ExactnessWarning"],
+    quick="graph",
+)
+CASES["add_loss-only"] = case(
+    lambda: linear(Penalty(True)), X, loss=None, optimizer=slow_sgd, quick="graph"
+)
+CASES["regularizer-and-mask"] = case(
+    lambda: masked(kernel_regularizer="l2", activity_regularizer="l2"),
+    padded(),
+    TAGS,
+    loss=crossentropy(),
+    quick="graph",
+)
+CASES["regularizer-and-loss-scale"] = case(
+    lambda: dense(kernel_regularizer="l2"),
+    X,
+    Y,
+    optimizer=lambda: optimizers.SGD(0.1, loss_scale_factor=64.0),
+    quick="graph",
+)
+
+# Metrics
+
+CLASSES = np.random.default_rng(0).integers(0, 2, size=(N, 1))
+CASES["metrics"] = case(
+    lambda: dense(1, activation="sigmoid"),
+    X,
+    CLASSES,
+    loss="binary_crossentropy",
+    metrics=lambda: [
+        "accuracy",
+        keras.metrics.AUC(name="auc"),
+        keras.metrics.Precision(name="p"),
+    ],
+    weighted_metrics=lambda: [keras.metrics.Recall(name="r")],
+    fit={"sample_weight": np.arange(N), "validation_data": (data(11, 4), CLASSES[:11])},
+    quick="graph eager replicas",
+)

@@ -1,0 +1,40 @@
+"""Keras' own tests of fit, evaluate and predict pass with accumulated models too."""
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+from support import thorough
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+TESTS = importlib.util.find_spec("keras.src.trainers.trainer_test")
+
+
+@pytest.mark.skipif(TESTS is None, reason="this Keras comes without its tests")
+@pytest.mark.parametrize(
+    ("which", "passed"),
+    [
+        ("not steps_per and not predict and not val_split and not data_adapter", 52),
+        # Most of them count steps, which accumulation leaves as they are.
+        pytest.param("steps_per or predict or val_split or data_adapter", 95, marks=thorough),
+    ],
+    ids=["quick", "others"],
+)
+def test_trainer(which, passed, tmp_path):
+    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
+    alone = ["-c", os.devnull, "--rootdir", str(tmp_path)]
+    run = subprocess.run(
+        [*command, *alone, "-p", "keras_trainer", "-k", which, TESTS.origin],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([HERE, *filter(None, sys.path)])},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-10000:]
+    # As many as in Keras 3.15.1 without jax and scipy, with room for what other versions have.
+    assert int(re.search(r"(\d+) passed", run.stdout).group(1)) >= 0.9 * passed, run.stdout
+    assert int(re.search(r"(\d+) models accumulated", run.stdout).group(1)) >= 0.9 * passed
