@@ -95,17 +95,17 @@ def assert_same(left, right, tolerance=1e-10):
         np.testing.assert_allclose(np.array(a), np.array(b), rtol=tolerance, atol=tolerance)
 
 
-def selected(name, parameters, thorough):
-    """XLA takes seconds to compile each: unless all are asked for, one stands for the rest."""
-    if thorough or name != "test_each_family_of_optimizers":
-        return True
-    if parameters["mode"] == "eager":
-        return "legacy" not in parameters["optimizer"]
-    return parameters["mode"] != "compiled" or parameters["optimizer"] == next(iter(OPTIMIZERS))
+def families():
+    """Each optimizer in each mode. XLA takes seconds to compile each: one stands for the rest."""
+    for optimizer in OPTIMIZERS:
+        quick = ["graph", "eager"] if "legacy" not in optimizer else ["graph"]
+        quick += ["compiled"] if optimizer == next(iter(OPTIMIZERS)) else []
+        for mode in ("eager", "graph", "compiled"):
+            marks = [] if mode in quick else pytest.mark.thorough
+            yield pytest.param(optimizer, mode, marks=marks)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(("optimizer", "mode"), list(families()))
 def test_each_family_of_optimizers(optimizer, mode):
     if mode == "compiled" and "legacy" in optimizer:
         pytest.skip("legacy optimizers make variables in their first step, which XLA cannot")
