@@ -124,7 +124,7 @@ class Terms:
         if reduction == "mean_with_sample_weight" and sample_weight is not None:
             # The weights of a micro-batch may add up to 0: take the sum, and divide it ourselves.
             loss.reduction = "sum"
-        value, values = _value_and_values(loss, y_true, y_pred, sample_weight)
+        value, values, is_number = _value_and_values(loss, y_true, y_pred, sample_weight)
         masks = _masks(y_pred, values)
         weight = 1.0 if entry.loss_weights is None else entry.loss_weights
         examples = self._micro_batch.examples
@@ -133,7 +133,8 @@ class Terms:
             is_scalar = values.shape[0] == 1 and not _is_one(examples)
             if not is_scalar:
                 value = self._per_example(value, values)
-        term = Term(entry.name, value, value, weight=weight, is_scalar=is_scalar)
+        # A number of Python's is the same for all batches.
+        term = Term(entry.name, value, value, weight=weight, is_scalar=is_scalar and not is_number)
         if is_scalar and sample_weight is None and (reduction in MEANS or not masks):
             term = self._mean(term, self._micro_batch.weight)
         elif reduction not in MEANS:
@@ -292,11 +293,13 @@ def _is_one(examples: Size) -> bool:
 
 
 def _value_and_values(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
-    """The loss, and its values before weights, masks and reduction."""
-    seen = []
+    """The loss, its values before weights, masks and reduction, and whether it is a number."""
+    seen, are_numbers = [], [False]
 
     def call(*args: Any) -> Tensor:
-        values = ops.convert_to_tensor(loss.call(*args))  # a user's function may return a number
+        found = loss.call(*args)
+        are_numbers.append(isinstance(found, (int, float)))
+        values = ops.convert_to_tensor(found, loss.dtype if are_numbers[-1] else None)
         for mask in _masks(y_pred, values):
             checks.weights_fit_losses(mask, values, "mask")
         if sample_weight is not None:
@@ -308,7 +311,7 @@ def _value_and_values(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -
     watched.call = call
     value = ops.convert_to_tensor(watched(y_true, y_pred, sample_weight))
     # A loss that brings its own __call__ is taken for what it returns.
-    return value, seen[0] if seen else value
+    return value, seen[0] if seen else value, are_numbers[-1]
 
 
 def _masks(y_pred: Any, values: Tensor) -> List[Any]:
