@@ -3,12 +3,10 @@
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 from keras import layers, optimizers
 from support import MODES, build_pair
 
 import macrobatch
-from macrobatch._keras import batch_norm as _batch_norm
 
 pytestmark = pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
 X = np.random.default_rng(0).normal(loc=3.0, scale=2.0, size=(19, 5, 2))
@@ -96,7 +94,9 @@ def test_one_warning_that_names_the_layer():
     )
     model.compile("sgd", "mse")
     macrobatch.accumulate(model, 3)
-    with pytest.warns(macrobatch.ExactnessWarning, match=r"\['norm'\].*micro_batch_size") as caught:
+    with pytest.warns(
+        macrobatch.ExactnessWarning, match=r"Layers: norm.*micro_batch_size"
+    ) as caught:
         for _ in range(2):
             model.fit(X, Y, batch_size=8, verbose=0)
     assert len([w for w in caught if w.category is macrobatch.ExactnessWarning]) == 1
@@ -122,26 +122,3 @@ def test_a_layer_that_is_called_twice_decays_once_per_micro_batch():
     with pytest.warns(macrobatch.ExactnessWarning, match="once per micro-batch"):
         _, accumulated = train(build)
     assert all(np.isfinite(value).all() for value in statistics(accumulated))
-
-
-@pytest.mark.parametrize("sizes", [(1, 7), (3, 0), (0, 4), (5, 5)])
-def test_pooling_two_sets(sizes):
-    sets = [np.random.default_rng(size).normal(size=(size, 3)) + 50 for size in sizes]
-
-    def moments(values):
-        if not len(values):
-            return _batch_norm.Moments(*(tf.zeros(s, tf.float64) for s in ([], [3], [3])))
-        return _batch_norm.Moments(
-            tf.constant(float(len(values)), tf.float64),
-            tf.constant(values.mean(0)),
-            tf.constant(values.var(0)),
-        )
-
-    together = _batch_norm.pooled(*map(moments, sets))
-    expected = moments(np.concatenate(sets))
-    for found, value in zip(together, expected):
-        np.testing.assert_allclose(found, value, rtol=1e-10)
-
-
-def test_the_private_name_is_there():
-    assert callable(layers.BatchNormalization._moments)

@@ -184,9 +184,9 @@ def test_one_trace_per_signature(mode):
     dataset = tf.data.Dataset.from_tensor_slices((data(21, 4), data(21, 2))).batch(8)
     traces.clear()
     model.fit(dataset, shuffle=False, verbose=0)
-    assert len(traces) == 2  # the dry run, and the step
+    assert len(traces) == 1
     model.fit(dataset, epochs=3, shuffle=False, verbose=0)
-    assert len(traces) == 2
+    assert len(traces) == 1
 
 
 # Models that do more
@@ -434,7 +434,7 @@ def test_parts_of_different_lengths():
     dataset = tf.data.Dataset.from_generator(uneven, output_signature=signature)
     model = compiled(dense())
     before = [np.array(v) for v in model.variables]
-    with pytest.raises(tf.errors.InvalidArgumentError, match="same number of examples"):
+    with pytest.raises(ValueError, match=r"^All parts of a batch must have the same number"):
         model.fit(dataset, shuffle=False, verbose=0)
     with pytest.raises(ValueError, match="same number of examples"):
         model.train_on_batch(X[:8], Y[:7])

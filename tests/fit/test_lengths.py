@@ -12,8 +12,9 @@ from support import MODES, check, thorough
 from test_accumulator_everywhere import mirrored
 
 import macrobatch
-from macrobatch._batches import cut as _lengths
-from macrobatch._batches import padding as _padding
+from macrobatch._batches.by_length import BUCKETS
+from macrobatch._batches.cut import Cut
+from macrobatch._tensorflow.engine import ENGINE
 
 CUTS = {
     "size": {"micro_batch_size": 3, "sequence_axis": 1},
@@ -410,7 +411,7 @@ def test_there_is_less_work(cut, most):
     model.fit(x, y[:, 0], batch_size=21, epochs=1, verbose=0)
     recorder.shapes.clear()
     model.fit(x, y[:, 0], batch_size=21, epochs=1, verbose=0)
-    shapes = recorder.shapes[1:]  # the first is the dry run's
+    shapes = recorder.shapes
     assert all(examples * length <= most for examples, length, _ in shapes)
     assert sum(examples for examples, *_ in shapes) == 21
     work = sum(examples * length for examples, length, _ in shapes)
@@ -956,11 +957,11 @@ def test_batches_without_lengths(batch, options, match):
 
 @pytest.mark.parametrize("size", [{"size": 8, "tokens": None}, {"size": None, "tokens": 1024}])
 def test_compiled_shapes_are_few(size):
-    cut = _lengths.Cut(*size.values(), 1)
+    cut = Cut(*size.values(), 1)
 
     @tf.function(input_signature=[tf.TensorSpec([None, None], tf.int32)], autograph=False)
     def shapes_of(x):
-        micro_batches = cut.apply(x, tf.shape(x)[0], x=x, rounded=True)
+        micro_batches = cut.apply(x, tf.shape(x)[0], ENGINE, x=x, few_shapes=True)
         run = micro_batches.runs[0]
         array = tf.TensorArray(tf.int32, run.count, element_shape=[2])
         return tf.while_loop(
@@ -980,33 +981,6 @@ def test_compiled_shapes_are_few(size):
             assert count == (cut.size or 1024 // length) or count & (count - 1) == 0
         shapes |= set(map(tuple, found))
     lengths = {length for _, length in shapes}
-    assert lengths <= set(_lengths.BUCKETS)
+    assert lengths <= set(BUCKETS)
     # Of each length: the size, and powers of two below it.
     assert len(shapes) <= len(lengths) * 12
-
-
-# What macrobatch knows about the inside of Keras. These fail if a private name goes.
-
-
-def test_dropout_can_be_switched_off():
-    ones = tf.ones([3, 4, 5])
-    rnn = layers.LSTM(2, dropout=0.9)
-    for layer in (layers.Dropout(0.9), rnn):
-        layer(ones)
-        with _padding.without_dropout():
-            inside = layer(ones, training=True)
-        np.testing.assert_allclose(inside, layer(ones, training=False), rtol=1e-6)
-        assert np.abs(layer(ones, training=True) - layer(ones, training=False)).max() > 1e-3
-
-
-def test_metrics_take_means_over_whole_sequences():
-    metric = keras.metrics.MeanAbsoluteError()
-    y, weights = tf.zeros([2, 3, 1]), tf.constant([[1.0, 0.0, 0.0], [1.0, 1.0, 0.0]])
-    with _padding.over_whole_sequences(lambda values: tf.constant(0.25, values.dtype)):
-        metric.update_state(y, y + 2, sample_weight=weights)
-    np.testing.assert_allclose([metric.total.numpy(), metric.count.numpy()], [0.5, 0.25])
-
-
-def test_a_function_tells_whether_it_is_compiled():
-    assert tf.function(len, jit_compile=True)._jit_compile
-    assert not tf.function(len)._jit_compile

@@ -758,7 +758,7 @@ def test_weights_that_broadcast_are_refused_everywhere():
         value_and_gradients(
             lambda r: (v * r, tf.ones([2, 1], tf.float64)), v, ragged, micro_batch_size=2
         )
-    with pytest.raises(tf.errors.InvalidArgumentError, match="same shape"):
+    with pytest.raises(ValueError, match="same shape"):
         value_and_gradients(
             lambda r: (v * r, tf.ones_like(r)[:, :1]), v, ragged, micro_batch_size=2
         )
