@@ -16,6 +16,7 @@ from macrobatch._tensorflow import checks, graph, replicas, sums, trial
 from macrobatch._tensorflow import loss_fn as loss_fns
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.loop import Loop
+from macrobatch._tensorflow.memory import memory_of
 from macrobatch._tensorflow.parts import after, gradients_of
 from macrobatch._types import Batch, How, Part, Tensor, names
 
@@ -131,8 +132,9 @@ def _value_and_gradients(
     batch, examples = in_order.checked(batch, ENGINE, may_be_empty=replicas.in_several())
     jit_compile = cut.axis is not None and _internals.is_compiled(loss_fn)
     x, sample_weight = _inputs_and_weights(batch)
+    memory = None if cut.axis is None else memory_of(loss_fn)
     micro_batches = cut.apply(
-        batch, examples, ENGINE, (batch,), x, sample_weight, few_shapes=jit_compile
+        batch, examples, ENGINE, (batch,), x, sample_weight, (), jit_compile, memory
     )
     user_fn, loss_fn = loss_fn, _converted(loss_fn, status)
     written = Written([], trained, ENGINE)

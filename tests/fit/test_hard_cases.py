@@ -344,3 +344,23 @@ def test_nothing_is_kept_of_models_that_are_gone():
     keras.utils.clear_session(free_memory=False)
     gc.collect()
     assert [reference() for reference in gone] == [None] * 3
+
+
+def test_sample_weights_that_come_later_are_cut():
+    """What was not there in an earlier batch is not known to be no sequence."""
+    x = np.where(np.arange(6) < np.array([6, 2, 1, 3, 2, 1])[:, None], 1 + np.arange(6), 0)
+    y, weights = data(6, 6, 2), (x > 0).astype("float64")
+    results = []
+    for accumulated in (False, True):
+        keras.utils.set_random_seed(1)
+        tokens = keras.Input([None], dtype="int32")
+        hidden = layers.Embedding(9, 4, mask_zero=True)(tokens)
+        model = keras.Model(tokens, layers.Dense(2)(hidden))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        if accumulated:
+            macrobatch.accumulate(model, 2, sequence_axis=1)
+        model.fit(x, y, batch_size=6, verbose=0, shuffle=False)
+        model.fit(x, y, sample_weight=weights, batch_size=6, verbose=0, shuffle=False)
+        results.append(model.get_weights())
+    for left, right in zip(*results):
+        np.testing.assert_allclose(left, right, rtol=1e-10)

@@ -17,7 +17,7 @@ from test_workers import HERE, environment
 from worker_cases import Logs
 
 import macrobatch
-from macrobatch._keras import losses as _losses
+from macrobatch import _internals
 
 
 @pytest.fixture(autouse=True)
@@ -82,9 +82,9 @@ def test_gradients_are_reduced_once(optimizer, micro_batch_size, strategy):
     model = compiled(
         strategy, micro_batch_size=micro_batch_size, optimizer=optimizer, metrics=["mae"]
     )
-    # The number of examples; the loss and its term; the variables of two metrics; and all
+    # The number of examples; the term of the loss; the variables of two metrics; and all
     # gradients at once.
-    assert reduced(model, strategy, data()) == [1, 2, 4, weights]
+    assert reduced(model, strategy, data()) == [1, 1, 4, weights]
 
 
 def normalizing():
@@ -96,9 +96,9 @@ def normalizing():
 def test_moments_of_all_layers_are_reduced_at_once(strategy):
     weights = 4 * 6 + 6 + 2 * (6 + 6) + 6 + 1
     sizes = reduced(compiled(strategy, normalizing), strategy, data())
-    # The number of examples, the loss and its term, the variables of a metric; then of two layers
+    # The number of examples, the term of the loss, the variables of a metric; then of two layers
     # the squares, the counts and sums; and all gradients.
-    assert sizes == [1, 2, 2, 12, 14, weights]
+    assert sizes == [1, 1, 2, 12, 14, weights]
 
 
 # Strategies
@@ -218,7 +218,7 @@ def test_a_mean_is_not_divided_where_it_has_a_share(strategy):
 
     def on_replica():
         value = tf.ones([2, 1], tf.float64)
-        with _losses.undivided():
+        with _internals.without_replica_scaling():
             inside = keras.losses.MeanSquaredError()(0 * value, value)
         return inside, keras.losses.MeanSquaredError()(0 * value, value)
 

@@ -34,7 +34,7 @@ class Cut(NamedTuple):
         weights: Any = None,
         fixed: Sequence[Tensor] = (),
         few_shapes: bool = False,
-        memory: Optional[Memory] = None,
+        memory: Any = None,
     ) -> MicroBatches:
         """Cuts a batch.
 

@@ -93,7 +93,8 @@ class Sequences:
             either(lasts, both(has, none_lasts)) if _is_among(leaf, likely) else lasts
             for leaf, has, lasts in zip(leaves, have_size, lasting)
         ]
-        memory.note([opposite(has) for has in have_size])
+        there = [_is_among(leaf, self._cuttable) for leaf in leaves]
+        memory.note([both(is_there, opposite(has)) for is_there, has in zip(there, have_size)])
         self._of_leaf = list(zip(leaves, self.are_sequences))
 
     def _has_size(self, leaf: Tensor) -> Truth:

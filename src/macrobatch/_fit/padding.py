@@ -3,7 +3,7 @@ padding. Where micro-batches are not made by length, there is nothing to do.
 """
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator, List, Sequence
+from typing import Any, Callable, Iterator, List, Sequence
 
 import keras
 import tensorflow as tf
@@ -11,7 +11,6 @@ import tensorflow as tf
 from macrobatch import _internals
 from macrobatch._batches import checks
 from macrobatch._batches.cut import Cut
-from macrobatch._batches.sequences import Memory, Truth
 from macrobatch._keras import checks as keras_checks
 from macrobatch._keras import model as models
 from macrobatch._keras import report
@@ -21,6 +20,7 @@ from macrobatch._keras.sequences import low_precision
 from macrobatch._tensorflow import replicas, trial
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.loop import Loop
+from macrobatch._tensorflow.memory import Memory
 from macrobatch._tensorflow.trace import Traced
 from macrobatch._types import Batch, MicroBatches, Part, Size, Tensor, Whole
 
@@ -38,7 +38,7 @@ class Padding:
             replicas.variable(strategy, [], tf.int32, f"padding_checked_{i}", summed=False)
             for i in range(2)
         ]
-        self._memory = _Memory(strategy)
+        self._memory = Memory(strategy)
         self._explained: Callable[[Exception], Exception] = lambda error: error
 
     def cut(self, model: Any, batch: Batch, examples: Size, few_shapes: bool) -> MicroBatches:
@@ -94,27 +94,6 @@ class Padding:
     def diagnosed(self, error: Exception) -> Exception:
         """The error that a graph has raised, or what is known of its cause."""
         return self._explained(error)
-
-
-class _Memory(Memory):
-    """Which parts of a batch had another size than the sequences, in any batch so far."""
-
-    def __init__(self, strategy: Any):
-        self._strategy = strategy
-        self._variables: Dict[int, Any] = {}
-
-    def differed(self, count: int) -> Sequence[Truth]:
-        if count not in self._variables:
-            self._variables[count] = replicas.variable(
-                self._strategy, [count], tf.int32, "no_sequences", summed=False
-            )
-        before = replicas.read(self._variables[count]) > 0
-        return [bool(b) for b in before.numpy()] if tf.executing_eagerly() else tf.unstack(before)
-
-    def note(self, differ: Sequence[Truth]) -> None:
-        variable = self._variables[len(differ)]
-        now = tf.stack([tf.cast(each, tf.int32) for each in differ])
-        variable.assign(tf.maximum(replicas.read(variable), now))
 
 
 def _of_moved_weights(loop: Loop, model: ModelStep, micro_batches: MicroBatches) -> Any:

@@ -2,7 +2,7 @@
 it, and the trial of sequences calls it once more.
 """
 
-from typing import Any, Callable, List, Sequence
+from typing import Any, Callable, List, Sequence, Set
 
 import tensorflow as tf
 
@@ -50,9 +50,10 @@ class Traced:
         wanted = of(self.result)
         # Not the outputs of the tf.function: they wait for everything that may fail.
         outputs = tensors_of(wanted)
-        graph = self._concrete.graph.as_graph_def()
-        graph = tf.compat.v1.graph_util.extract_sub_graph(graph, [t.op.name for t in outputs])
-        left = {node.name for node in graph.node}
+        whole = self._concrete.graph.as_graph_def()
+        left = _ancestors(whole, [tensor.op.name for tensor in outputs])
+        graph = tf.compat.v1.GraphDef(library=whole.library, versions=whole.versions)
+        graph.node.extend(node for node in whole.node if node.name in left)
         captured = self._concrete.captured_inputs
 
         def call(*arguments: Any) -> Any:
@@ -73,10 +74,21 @@ class Traced:
         before = len(tensors_of(self._like[:argument]))
         own = self._concrete.inputs[before : before + len(tensors_of(self._like[argument]))]
         wanted = [tensor.op.name for tensor in tensors_of(of(self.result))]
-        graph = self._concrete.graph.as_graph_def()
-        graph = tf.compat.v1.graph_util.extract_sub_graph(graph, wanted)
-        left = {node.name for node in graph.node}
+        left = _ancestors(self._concrete.graph.as_graph_def(), wanted)
         return [tensor.op.name in left for tensor in own]
+
+
+def _ancestors(graph: Any, names: List[str]) -> Set[str]:
+    """The names of all operations that some operations depend on, and their own."""
+    inputs = {node.name: node.input for node in graph.node}
+    found: Set[str] = set()
+    waiting = list(names)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting += [each.partition(":")[0].lstrip("^") for each in inputs[name]]
+    return found
 
 
 def tensors_of(nest: Any) -> List[Any]:

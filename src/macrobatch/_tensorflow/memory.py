@@ -1,0 +1,41 @@
+"""What earlier batches have shown, as variables: which parts of a batch are no sequences."""
+
+import weakref
+from typing import Any, Dict, Sequence
+
+import tensorflow as tf
+
+from macrobatch._tensorflow import replicas
+
+
+class Memory:
+    """Which parts of a batch had another size than the sequences, in any batch so far."""
+
+    def __init__(self, strategy: Any):
+        self._strategy = strategy
+        self._variables: Dict[int, Any] = {}
+
+    def differed(self, count: int) -> Sequence[Any]:
+        """For each of `count` parts, whether an earlier batch had that part in another size."""
+        if count not in self._variables:
+            self._variables[count] = replicas.variable(
+                self._strategy, [count], tf.int32, "no_sequences", summed=False
+            )
+        before = replicas.read(self._variables[count]) > 0
+        return [bool(b) for b in before.numpy()] if tf.executing_eagerly() else tf.unstack(before)
+
+    def note(self, differ: Sequence[Any]) -> None:
+        """Remembers for each part whether its size differs in this batch."""
+        variable = self._variables[len(differ)]
+        now = tf.stack([tf.cast(each, tf.int32) for each in differ])
+        variable.assign(tf.maximum(replicas.read(variable), now))
+
+
+_memories: "weakref.WeakKeyDictionary[Any, Dict[int, Memory]]" = weakref.WeakKeyDictionary()
+
+
+def memory_of(function: Any) -> Memory:
+    """The memory of a user's function. A lambda may be made anew for each call."""
+    strategy = tf.distribute.get_strategy() if replicas.in_several() else None
+    of_function = _memories.setdefault(getattr(function, "__code__", function), {})
+    return of_function.setdefault(id(strategy), Memory(strategy))
