@@ -1,14 +1,14 @@
-# make demo         train a small network plainly and accumulated, and compare (one to two minutes)
-# make test         check, then the test suite; CI runs this and test-tf1
-# make test-all     the test suite, with the cases that are marked thorough: what make test deselects because it takes long
-# make check        formatting, lint and types
-# make test-oldest  the test suite with the oldest supported TensorFlow and Keras (.ci/oldest.txt)
-# make test-tf1     GradientAccumulator's tests with TensorFlow 1.14 (.ci/tf1.txt), from the built wheel; needs Python 3.7
-# make mutants      break the package in many ways, one at a time, and see whether a test notices (under half an hour)
-# make bench        what an update costs in time and memory, against its targets (under an hour)
-# make bench-peers  the same with gradient-accumulator and PyTorch, in environments of their own (about an hour, all in all)
-# make bench-replicas  what exchanging gradients between two workers costs, and a model of it (about ten minutes)
-# make clean        remove environments, caches and build products
+# make demo            train a small network plainly and accumulated, and compare (one to two minutes)
+# make test            check, then the tests that are not marked thorough (under 8 minutes on two cores); CI runs this and test-tf1
+# make test-all        all tests, with those marked thorough (about half an hour)
+# make check           formatting, lint and types
+# make mutants         break the package in many ways, one at a time, and see whether a test notices (under half an hour)
+# make test-oldest     the tests with the oldest supported TensorFlow and Keras (.ci/oldest.txt)
+# make test-tf1        GradientAccumulator's tests with TensorFlow 1.14 (.ci/tf1.txt), from the built wheel; needs Python 3.7
+# make bench           the first step, and the time and memory of an update, against their targets (about an hour)
+# make bench-peers     the same with gradient-accumulator and PyTorch, in environments of their own (ten minutes more)
+# make bench-replicas  the cost of exchanging gradients between two workers, and a model of it (about ten minutes)
+# make clean           remove environments, caches and build products
 #
 # Each target makes the environment that it needs from a Python found here. To choose one: make test PYTHON=/path/to/python
 

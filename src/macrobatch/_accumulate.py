@@ -21,37 +21,43 @@ def accumulate(
 ) -> Model:
     """Makes a Keras model train on whole batches in the memory of micro-batches.
 
-    From the next `fit` on, each batch is cut into micro-batches inside the train step, their
-    gradients are summed, and the optimizer is called once, with the gradient of the whole batch.
-    `batch_size`, callbacks, schedules and metrics keep their meaning: one step is one update.
-    `evaluate` and `validation_data` are cut in the same way; `predict` is left alone.
+    From the next batch on, the train step cuts each batch into micro-batches and sums their
+    gradients. It calls the optimizer once, with the gradient of the whole batch. One step is one
+    update, so `batch_size`, callbacks, schedules and metrics keep their meaning. `evaluate` and
+    `validation_data` are cut in the same way. `predict` is not.
+
+    Only the model whose `fit` is called counts, not a model inside it. Clones, copies and loaded
+    models are plain models.
 
     Args:
         model: a Keras 3 model on the TensorFlow backend, compiled or not. It is changed in place.
-        micro_batch_size: how many examples are in memory at one time. Batches need not be a
+        micro_batch_size: the number of examples in memory at one time. Batches need not be a
             multiple of it.
-        micro_batch_tokens: in place of it, what the number of examples times the longest of them
-            may be: few long ones, many short ones, and at least one. Needs `sequence_axis`.
+        micro_batch_tokens: instead of `micro_batch_size`, the most that the number of examples
+            times the longest of them may be: few long examples, many short ones, and at least one.
+            Needs `sequence_axis`.
         sequence_axis: the axis along which sequences are padded, 1 for tokens of shape (examples,
-            positions). Micro-batches are then made of examples of similar length, and everything
-            in them that has that axis is cut to their longest: the same update, for less work. An
-            example ends where the last integer input that is not 0 is, or the last sample weight
-            that is not 0, or the row of a ragged input. Refused if a loss, layer or metric
-            depends on padding, which is tried once.
-        lengths: a function of `x, y, sample_weight` that returns the length of each example, for
-            batches that do not show it.
+            positions). A micro-batch then has examples of similar length, and all of its sequences
+            are cut to the longest: the same update, for less work. An example ends at its last
+            integer input that is not 0, at its last sample weight that is not 0, or at the end of
+            its ragged row, whichever comes last. A part of the batch that had another size along
+            the axis in any batch is never cut. Refused if a loss, a layer or a metric depends on
+            padding, which is tried once.
+        lengths: a function of `x, y, sample_weight` that returns the length of each example, as
+            integers, for batches that do not show it.
         micro_batch_weight: a function of `x, y, sample_weight` that returns the weight of a
-            micro-batch, for losses that are one scalar per batch and not a mean over examples:
-            an overridden `compute_loss`, a loss such as `Dice`, scalars given to `add_loss`. The
-            number of tokens, for instance.
+            micro-batch: a finite number, 0 or more, the number of tokens for instance. For losses
+            that are one scalar per batch and not a mean over examples: an overridden
+            `compute_loss`, a loss such as `Dice`, scalars given to `add_loss`.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: if the model cannot be cut into micro-batches from outside. What is found only
-            at the first step (a stateful layer, inputs of different lengths) is raised there,
-            before any weight has changed.
+        ValueError: if batches of the model cannot be cut from outside. `fit` raises a ValueError
+            for faults that only a batch can show (a stateful layer, inputs of different lengths,
+            a weight that is not finite), before any weight has changed. XLA drops checks of
+            numbers: with `jit_compile=True`, weights of micro-batches are not checked.
 
     Example:
 
@@ -81,7 +87,9 @@ def accumulate(
 
 
 def release(model: Model) -> Model:
-    """Gives a model its plain train step back. On a plain model it does nothing.
+    """Gives a model its plain train step back. A plain model stays as it is.
+
+    A call from a callback, in the middle of `fit`, takes effect at the next batch.
 
     Args:
         model: a Keras model.

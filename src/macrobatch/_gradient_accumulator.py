@@ -26,36 +26,37 @@ class GradientAccumulator(tf.Module):
     """Sums the gradients of micro-batches and updates once, as their whole batch would.
 
     For loops that get their micro-batches one by one. The update is made from the weighted mean of
-    the gradients, so that micro-batches may differ in size, and a window in length:
+    the gradients. So micro-batches may differ in size, and windows in length:
 
         for x, y in dataset:                            # each element is a micro-batch
             with tf.GradientTape() as tape:
                 losses = losses_of(y, model(x, training=True))
                 loss = tf.reduce_mean(losses)           # a mean over len(x) examples: its weight
             accumulator.step(tape.gradient(loss, variables), weight=len(x))
-        accumulator.flush()                             # what is left of the last window
+        accumulator.flush()                             # the last window, which is not full
 
-    A variable that got no gradient in a whole window is not updated. Schedules and whatever else
-    counts steps in the optimizer count updates. Rows of embeddings stay rows. It runs eagerly, in
-    a `tf.function`, and in one with `jit_compile=True`. With several replicas, call `add` inside
-    `strategy.run`, and `apply` or `flush` outside of it.
+    A variable without a gradient in the whole window is not updated. Schedules, and all other
+    counts of steps in the optimizer, count updates. Rows of embeddings stay rows. An accumulator
+    runs eagerly, in a `tf.function`, and in a `tf.function` with `jit_compile=True`. With several
+    replicas, call `add` inside `strategy.run`, and `apply` or `flush` outside of it.
 
-    Several threads may call it in eager mode, or while their functions are traced: calls wait for
-    each other. Graphs do not wait. Functions that add to one window, and `strategy.run`, must be
-    called by one thread at a time.
+    Several threads may call an accumulator in eager mode, or while their functions are traced: the
+    calls wait for each other. Graphs do not wait when they run. Functions that add to one window,
+    and `strategy.run`, need one thread at a time.
 
-    It is a `tf.Module`: `tf.train.Checkpoint(accumulator=accumulator)` saves a window in the
-    middle, with the variables and the optimizer.
+    An accumulator is a `tf.Module`: `tf.train.Checkpoint(accumulator=accumulator)` saves a window
+    in the middle, with the variables and the optimizer. A window restores only with the reduction
+    that it was saved with.
 
     Args:
         optimizer: any optimizer with `apply_gradients`: of Keras 3, tf_keras or
             `tf.compat.v1.train`.
         variables: the variables to update, in the order in which their gradients will come.
         steps: the number of micro-batches in a window, for `step`.
-        reduction: `"mean"`, or `"sum"` if losses are already divided by what the whole window
-            divides them by. Then gradients have no weights.
+        reduction: `"mean"`, or `"sum"` if losses are already divided by the denominator of the
+            whole window. Then gradients have no weights.
         nonfinite: what to do with gradients that are infinite or not a number. `"propagate"` adds
-            them; `"skip"` leaves that micro-batch out and counts it in `skipped`; `"raise"` is an
+            them. `"skip"` leaves the micro-batch out and counts it in `skipped`. `"raise"` is an
             error.
 
     Example:
@@ -124,16 +125,16 @@ class GradientAccumulator(tf.Module):
 
         Args:
             gradients: a gradient for each variable, None where there is none.
-            weight: what the loss of this micro-batch is a mean over: the number of its examples,
-                or of its tokens. Required, and refused with reduction="sum".
+            weight: the number that the loss of this micro-batch is a mean over: the number of its
+                examples, or of its tokens. Required, and refused with reduction="sum".
 
         Raises:
             ValueError: if the gradients do not fit the variables in shape or dtype, for rows that
                 a table does not have, or for a weight that is missing, negative or not finite.
-                Nothing has changed then; other replicas may have added theirs. In a graph, what
-                shows only when it runs is an InvalidArgumentError. XLA drops such checks: in a
-                function with `jit_compile=True`, weights that are tensors are not checked, and
-                rows out of range do not count.
+                Nothing has changed then. (Other replicas may have added theirs.) In a graph, a
+                fault that shows only when the graph runs is an InvalidArgumentError. XLA drops such
+                checks: in a function with `jit_compile=True`, weights that are tensors are not
+                checked, and rows out of range do not count.
         """
         window_checks.place_to_add(self._strategy, replicas.in_replica())
         replicas.check_scope(self._strategy)
@@ -205,7 +206,7 @@ class GradientAccumulator(tf.Module):
 
     @_as_it_is
     def flush(self) -> Any:
-        """Applies what is in the window, if there is anything.
+        """Applies the window, if it is not empty.
 
         Returns:
             Whether it applied. In a graph, a tensor.

@@ -34,21 +34,21 @@ def value_and_gradients(
 ) -> Tuple[Any, Any]:
     """The loss of a whole batch and its gradients, in the memory of a micro-batch.
 
-    What it computes, for losses with a value for each example, is
+    For losses with a value for each example, it computes
 
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean(loss_fn(batch))
         return loss, tape.gradient(loss, variables)
 
     but `loss_fn` never sees more than `micro_batch_size` examples. It runs eagerly, in a
-    `tf.function` and in one with `jit_compile=True`. Seeds and BatchNormalization's moving
-    statistics of Keras 3 layers are written once, at the end, as in `accumulate`; if anything fails
-    before, they have not changed. Other variables that `loss_fn` writes, it writes for each
+    `tf.function` and in a `tf.function` with `jit_compile=True`. Seeds and moving statistics of
+    BatchNormalization, in Keras 3 layers, are written once, at the end, as in `accumulate`. If
+    anything fails before, they have not changed. `loss_fn` writes other variables once for each
     micro-batch.
 
-    Inside `strategy.run`, where each replica has its part of the batch, maybe none, the loss is
-    that of the whole batch, and the gradients are this replica's part in them: their sum over
-    replicas, which is what optimizers take, is the whole.
+    Inside `strategy.run`, each replica passes its part of the batch, which may be empty. The loss
+    is that of the whole batch. The gradients are the part of this replica: optimizers sum them over
+    replicas, and the sum is the gradient of the whole batch.
 
     Args:
         loss_fn: a function of a micro-batch, which has the structure of `batch`. It returns
@@ -56,35 +56,39 @@ def value_and_gradients(
             or `(losses, weights)` of one shape: sum(losses * weights) / sum(weights) is the loss,
             also where weights depend on variables;
             or a scalar, which is a mean over the examples of the micro-batch;
-            or `(scalar, weight)`, where the scalar is a mean over that weight (tokens, say).
+            or `(scalar, weight)`: the scalar is a mean over the weight, a number of tokens for
+            instance. The weight is finite, and 0 or more.
         variables: a nest of variables.
         batch: a nest of tensors with the examples first. Ragged and sparse tensors may be in it.
-        micro_batch_size: how many examples are in memory at one time. The batch need not be a
+        micro_batch_size: the number of examples in memory at one time. The batch need not be a
             multiple of it.
-        micro_batch_tokens: in place of it, what the number of examples times the longest of them
-            may be: few long ones, many short ones, and at least one. Needs `sequence_axis`.
+        micro_batch_tokens: instead of `micro_batch_size`, the most that the number of examples
+            times the longest of them may be: few long examples, many short ones, and at least one.
+            Needs `sequence_axis`.
         sequence_axis: the axis along which sequences are padded, 1 for tokens of shape (examples,
-            positions). Micro-batches are then made of examples of similar length, and everything
-            in them that has that axis is cut to their longest: the same result, for less work. An
-            example ends where the last integer that is not 0 is, or the row of a ragged tensor, of
-            a tuple `(x, y, weights)` in `x`, or where the last of the weights that is not 0 is.
-            Refused if the loss depends on padding, which is tried once.
-        lengths: a function of a batch that returns the length of each example, for batches that
-            do not show it.
+            positions). A micro-batch then has examples of similar length, and all tensors that are
+            as wide as the sequences are cut to the longest: the same result, for less work. An
+            example ends at its last integer that is not 0, or at the end of its ragged row. In a
+            tuple `(x, y, weights)` only `x` counts, and weights that are not 0. Refused if the loss
+            depends on padding, which is tried once.
+        lengths: a function of a batch that returns the length of each example, as integers, for
+            batches that do not show it.
         has_aux: whether `loss_fn` returns `(one of the above, aux)`. `aux`, any nest, comes back
             for the whole batch: tensors concatenated along their first dimension, scalars stacked.
-            With `sequence_axis` values for each example are in the order of the batch, and with
-            zeros where positions were cut off.
+            With `sequence_axis`, values for each example are in the order of the batch, with zeros
+            for positions that were cut off.
 
     Returns:
         `(loss, gradients)`, or `((loss, aux), gradients)`. The gradients have the structure of
-        `variables`; those of variables that the loss does not depend on are None, and those of
-        embeddings are `tf.IndexedSlices` with each row once. (They are dense in a compiled
-        function, and where a batch touches as many rows as the table has.)
+        `variables`. A variable that the loss does not depend on has None. An embedding has
+        `tf.IndexedSlices` with each row once. (Rows are dense in a compiled function, and where a
+        batch touches as many rows as the table has.)
 
     Raises:
-        ValueError: if what `loss_fn` returned does not fit the micro-batch, or if the parts of the
-            batch have different numbers of examples.
+        ValueError: if the result of `loss_fn` does not fit the micro-batch, if a weight is not
+            finite, or if the parts of the batch have different numbers of examples. In a graph, a
+            fault that shows only when the graph runs is an InvalidArgumentError. XLA drops checks
+            of numbers.
 
     Example:
 

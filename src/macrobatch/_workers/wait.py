@@ -24,16 +24,21 @@ _TICK = 0.05
 def wait_for_workers(timeout: float = 300, *, cluster_resolver: Optional[Any] = None) -> None:
     """Waits until all workers have come.
 
-    `tf.distribute.MultiWorkerMirroredStrategy` itself waits for an hour. Call this before it is
-    made, on every worker. Where there is only one, it returns at once.
+    `tf.distribute.MultiWorkerMirroredStrategy` itself waits for an hour. Call this function once on
+    every worker, before the strategy is made. With a single worker it returns at once.
+
+    Each worker listens at its own address in the cluster. (If the machine does not have that
+    address, because others reach it by another one, the worker listens at all its addresses.)
 
     Args:
-        timeout: how many seconds to wait, a finite number.
-        cluster_resolver: what tells who the workers are; by default the environment variable
-            `TF_CONFIG`. The one that the strategy gets.
+        timeout: the number of seconds to wait: finite, 0 or more.
+        cluster_resolver: names the workers. Pass the resolver that the strategy gets; the default
+            is the environment variable `TF_CONFIG`.
 
     Raises:
-        TimeoutError: if a worker has not come by then. It names those that have not.
+        TimeoutError: if a worker has not come in time. The message names the missing workers.
+        OSError: if another process has the port of this worker.
+        ValueError: for a timeout that is not a finite number, 0 or more.
 
     Example:
 
