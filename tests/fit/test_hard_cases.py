@@ -364,3 +364,16 @@ def test_sample_weights_that_come_later_are_cut():
         results.append(model.get_weights())
     for left, right in zip(*results):
         np.testing.assert_allclose(left, right, rtol=1e-10)
+
+
+def test_weights_that_come_later_in_eager_mode():
+    """Then there are counts that were not there before."""
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    plain, accumulated = build_pair(dense)
+    for model in (plain, accumulated):
+        model.compile(keras.optimizers.SGD(0.1), loss, run_eagerly=True)
+        if model is accumulated:
+            macrobatch.accumulate(model, 3)
+        for weights in (None, np.arange(20.0)):
+            model.fit(X, Y, sample_weight=weights, batch_size=8, shuffle=False, verbose=0)
+    assert_same(plain, accumulated)

@@ -47,7 +47,6 @@ class Steps:
         self._has_run = False
         # In eager mode, the latest part of a batch and its step, in testing and in training.
         self._latest: Dict[bool, Tuple[Part, ModelStep]] = {}
-        self._has_parts = True  # whether, in eager mode, more than one gradient may be taken
 
     def train_step(self, data: Any) -> Logs:
         """Makes the update that the whole batch would have made; a replica has a part of it."""
@@ -62,11 +61,10 @@ class Steps:
 
         def step(micro_batch: Batch, values: Any, counts: Optional[Tensor], how: How) -> Part:
             known = whole._replace(counts=counts)
-            persistent = counts is None and self._has_parts
-            with tf.GradientTape(persistent=persistent) as tape:
+            # Counts that are not known may leave several losses to take gradients of.
+            with tf.GradientTape(persistent=counts is None) as tape:
                 outcome = model(micro_batch, values, known, *how)
                 scaled = [loss * tf.cast(scale, loss.dtype) for loss in outcome.losses]
-            self._has_parts = len(scaled) > 1
             gradients = [g for loss in scaled for g in gradients_of(tape, loss, weights)]
             latest = outcome.logs, known.guesses if counts is None else []
             return Part(
