@@ -377,3 +377,90 @@ def test_weights_that_come_later_in_eager_mode():
         for weights in (None, np.arange(20.0)):
             model.fit(X, Y, sample_weight=weights, batch_size=8, shuffle=False, verbose=0)
     assert_same(plain, accumulated)
+
+
+class OwnCall(keras.losses.Loss):
+    def __call__(self, y, y_pred, sample_weight=None):
+        return ops.mean(ops.square(y - y_pred), -1)
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_a_loss_with_its_own_call_that_returns_a_vector(mode):
+    """Keras trains on its sum."""
+    check(dense, X, Y, loss=lambda: OwnCall(), optimizer=slow, **MODES[mode])
+
+
+class MeanOfPositive(keras.Model):
+    """A loss that is a mean over some of the labels, and 0 / 0 where there are none."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        there = ops.cast(y > 0, y_pred.dtype)
+        return ops.sum(there * ops.square(y - y_pred)) / ops.sum(there)
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_a_micro_batch_without_weight_counts_nothing(mode):
+    def build():
+        inputs = keras.Input([4])
+        return MeanOfPositive(inputs, layers.Dense(2)(inputs))
+
+    y = np.abs(Y)
+    y[:3] = -1.0
+    y[8:11] = -1.0
+
+    def positive(x, y, sample_weight):
+        return ops.sum(ops.cast(y > 0, "float64"))
+
+    check(build, X[:16], y[:16], micro_batch_weight=positive, **MODES[mode])
+
+
+@pytest.mark.parametrize("kind", ["ragged", "sparse"])
+def test_added_values_for_each_example_of_what_is_not_dense(kind):
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = layers.Dense(2)
+
+        def call(self, inputs):
+            wide = (
+                tf.sparse.to_dense(inputs)
+                if kind == "sparse"
+                else inputs.to_tensor(shape=[None, 4])
+            )
+            hidden = self.dense(wide)
+            self.add_loss(tf.reduce_sum(hidden**2, 1))
+            return hidden
+
+    values = tf.constant(np.round(np.abs(X)))
+    make = tf.RaggedTensor.from_tensor if kind == "ragged" else tf.sparse.from_dense
+    results = []
+    for accumulated in (False, True):
+        keras.utils.set_random_seed(1)
+        model = Model()
+        model.compile(slow(), "mse", run_eagerly=True)
+        if accumulated:
+            macrobatch.accumulate(model, 3)
+        dataset = tf.data.Dataset.from_tensor_slices((make(values), Y)).batch(8)
+        model.fit(dataset, shuffle=False, verbose=0)
+        results.append(model.get_weights())
+    for left, right in zip(*results):
+        np.testing.assert_allclose(left, right, rtol=1e-10)
+
+
+def test_labels_that_are_broadcast_tell_nothing_of_later_ones():
+    x = np.where(np.arange(6) < np.array([6, 2, 1, 3, 2, 1])[:, None], 1 + np.arange(6), 0)
+    y = data(6, 6, 1)
+    results = []
+    for accumulated in (False, True):
+        keras.utils.set_random_seed(1)
+        tokens = keras.Input([None], dtype="int32")
+        hidden = layers.Embedding(9, 4, mask_zero=True)(tokens)
+        model = keras.Model(tokens, layers.Dense(1)(hidden))
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+        if accumulated:
+            macrobatch.accumulate(model, 2, sequence_axis=1)
+        model.fit(x, y[:, :1], batch_size=6, verbose=0)
+        model.fit(x, y, batch_size=6, verbose=0, shuffle=False)
+        results.append(model.get_weights())
+    for left, right in zip(*results):
+        np.testing.assert_allclose(left, right, rtol=1e-10)

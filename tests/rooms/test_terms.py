@@ -54,7 +54,7 @@ def terms_of(loss, start, stop, mask=False, weights=False, outputs=1, examples_o
     if mask:
         keras.src.backend.set_keras_mask(prediction, ops.convert_to_tensor(MASK[start:stop]))
     micro_batch = MicroBatch(stop - start, examples_of_all, None, lambda w: 1.0, lambda i: True)
-    found = Terms(micro_batch, [], Engine())
+    found = Terms(micro_batch, [], Engine(), set())
     sample_weight = ops.convert_to_tensor(WEIGHTS[start:stop]) if weights else None
     y = ops.convert_to_tensor(Y_TRUE[start:stop])
     if outputs > 1:

@@ -6,14 +6,14 @@ Order inside a batch is free, and padding that nothing depends on need not be co
     starts = 0, size, 2 * size, ...   where size may depend on the longest that is left
     k-th micro-batch = batch[order[starts[k] : starts[k + 1]], : the longest of them]
 
-The trial in _fit finds out whether nothing depends on padding.
+The trial (_tensorflow/trial.py) finds out whether nothing depends on padding.
 """
 
 from typing import Any, Callable, List, Optional, Tuple
 
 from keras import ops, tree
 
-from macrobatch._batches import checks
+from macrobatch._batches import checks, padding
 from macrobatch._batches.sequences import (
     Sequences,
     Truth,
@@ -76,8 +76,6 @@ class ByLength(MicroBatches):
         )
 
     def comparison(self) -> Any:
-        from macrobatch._batches import padding
-
         return padding.comparison_of(self)
 
     def hold(self, function: Callable[[Tensor], Tensor]) -> None:

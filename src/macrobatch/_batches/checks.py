@@ -6,7 +6,7 @@ import numbers
 from typing import Any, Callable, Iterator, Optional, Sequence, Tuple
 
 import keras
-from keras import ops
+from keras import ops, tree
 
 from macrobatch._checks import shown
 from macrobatch._types import Batch, MicroBatches, Tensor
@@ -161,6 +161,12 @@ def _micro_batch_size(value: Any) -> int:
             f"Received: micro_batch_size={value!r} (of type {type(value).__name__})."
         )
     return int(value)
+
+
+def kinds_of(batch: Batch) -> Tuple[Optional[int], ...]:
+    """For each part of a batch, its rank; None where there is none. Batches of a kind are alike."""
+    leaves = tree.flatten(batch)
+    return tuple(None if leaf is None else len(leaf.shape) for leaf in leaves)
 
 
 def batch_shapes(

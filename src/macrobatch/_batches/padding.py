@@ -2,11 +2,10 @@
 with padding, and the same without.
 """
 
-from typing import Callable, Dict, List, NamedTuple, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 from keras import ops
 
-from macrobatch._batches.by_length import ByLength
 from macrobatch._batches.sequences import larger, smaller
 from macrobatch._types import Batch, Size, Tensor
 
@@ -23,7 +22,7 @@ class Comparison(NamedTuple):
         is_padded: whether there is any padding to compare them with and without.
     """
 
-    micro_batches: ByLength
+    micro_batches: Any  # by_length.ByLength, which imports this room
     start: Size
     end: Size
     is_padded: Tensor
@@ -62,7 +61,7 @@ class Comparison(NamedTuple):
         return together, [{"loss": sums}]
 
 
-def comparison_of(micro_batches: ByLength) -> Comparison:
+def comparison_of(micro_batches: Any) -> Comparison:
     """What to compare of a batch."""
     examples, size = micro_batches.examples, micro_batches.sequences.size
     most = micro_batches.examples_at(size)

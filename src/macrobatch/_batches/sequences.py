@@ -1,7 +1,7 @@
 """What of a batch are sequences along an axis, how long they are, and how they are cut."""
 
 import functools
-from typing import Any, Iterable, List, Optional, Sequence, Union
+from typing import Any, Iterable, List, Optional, Sequence, Tuple, Union
 
 from keras import ops, tree
 
@@ -15,15 +15,15 @@ Truth = Union[bool, Tensor]
 class Memory:
     """What earlier batches have shown: which parts of a batch are no sequences.
 
-    A part of another size than the sequences is none, also in a batch in which the sizes happen to
-    be equal. This one remembers nothing.
+    A part that had another size than the sequences in any batch is no sequence, even in a batch in
+    which the sizes happen to be equal. This memory remembers nothing.
     """
 
-    def differed(self, count: int) -> Sequence[Truth]:
-        """For each of `count` parts, whether an earlier batch had that part in another size."""
-        return [False] * count
+    def differed(self, kinds: Tuple[Optional[int], ...]) -> Sequence[Truth]:
+        """For each part, whether an earlier batch of these kinds had that part in another size."""
+        return [False] * len(kinds)
 
-    def note(self, differ: Sequence[Truth]) -> None:
+    def note(self, kinds: Tuple[Optional[int], ...], differ: Sequence[Truth]) -> None:
         """Remembers for each part whether its size differs in this batch."""
 
 
@@ -84,7 +84,8 @@ class Sequences:
         self._only = likely if len(unknown) == 1 and not self.ragged else []
         leaves = tree.flatten(batch)
         have_size = [leaf is not None and self._has_size(leaf) for leaf in leaves]
-        earlier = memory.differed(len(leaves))
+        kinds = checks.kinds_of(batch)
+        earlier = memory.differed(kinds)
         lasting = [both(has, opposite(before)) for has, before in zip(have_size, earlier)]
         # Inputs may take turns in being the longest. Then the longest is a sequence all the same.
         of_likely = [truth for leaf, truth in zip(leaves, lasting) if _is_among(leaf, likely)]
@@ -93,8 +94,8 @@ class Sequences:
             either(lasts, both(has, none_lasts)) if _is_among(leaf, likely) else lasts
             for leaf, has, lasts in zip(leaves, have_size, lasting)
         ]
-        there = [_is_among(leaf, self._cuttable) for leaf in leaves]
-        memory.note([both(is_there, opposite(has)) for is_there, has in zip(there, have_size)])
+        tell = [_is_among(leaf, self._cuttable) and self._tells(leaf) for leaf in leaves]
+        memory.note(kinds, [both(tells, opposite(has)) for tells, has in zip(tell, have_size)])
         self._of_leaf = list(zip(leaves, self.are_sequences))
 
     def _has_size(self, leaf: Tensor) -> Truth:
@@ -110,6 +111,13 @@ class Sequences:
             known = isinstance(self._dense_size, int) and size == self._dense_size
             return known and ops.equal(self.size, size)
         return _is_among(leaf, self._only) or ops.equal(self.size_of(leaf), self.size)
+
+    def _tells(self, leaf: Tensor) -> Truth:
+        """Whether the size of a tensor tells anything. A size of 1 may be broadcast."""
+        size = leaf.shape[self.axis]
+        if size is None and self._engine.kind_of(leaf) == "dense":
+            return ops.not_equal(self.size_of(leaf), 1)
+        return bool(size != 1)
 
     def lengths(self) -> Tensor:
         """For each example, the last position where anything is not 0."""

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from macrobatch import _checks, _internals
+from macrobatch._batches import checks as batch_checks
 from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
 from macrobatch._fit import build, checks, padding
@@ -45,8 +46,8 @@ class Steps:
         )
         self.is_new = True  # whether nothing has been built for what is compiled
         self._has_run = False
-        # In eager mode, the latest part of a batch and its step, in testing and in training.
-        self._latest: Dict[bool, Tuple[Part, ModelStep]] = {}
+        # In eager mode on replicas, the latest part of each kind of batch, and its step.
+        self._latest: Dict[Any, Tuple[Part, ModelStep]] = {}
 
     def train_step(self, data: Any) -> Logs:
         """Makes the update that the whole batch would have made; a replica has a part of it."""
@@ -66,6 +67,8 @@ class Steps:
                 outcome = model(micro_batch, values, known, *how)
                 scaled = [loss * tf.cast(scale, loss.dtype) for loss in outcome.losses]
             gradients = [g for loss in scaled for g in gradients_of(tape, loss, weights)]
+            if outcome.is_there is not None:
+                gradients = [sums.scaled(sums.widened(g), outcome.is_there) for g in gradients]
             latest = outcome.logs, known.guesses if counts is None else []
             return Part(
                 [*gradients, *outcome.reported],
@@ -152,14 +155,15 @@ class Steps:
 
     def _run_eagerly(self, loop: Loop, model: ModelStep) -> Part:
         """Runs a loop. A replica without examples learns from an earlier one what is summed."""
-        latest = self._latest.get(model.training)
+        key = model.training, batch_checks.kinds_of(loop.micro_batches.batch)
+        latest = self._latest.get(key)
         if loop.is_empty() and latest is not None and latest[1].suits(model):
             part, other = latest
             model.learn_from(other)
             return nothing_like(part, model.values())
         part = loop.run(synchronized=self._synchronized(model))
         if replicas.in_several():
-            self._latest[model.training] = nothing_like(part, model.values()), model
+            self._latest[key] = nothing_like(part, model.values()), model
         return part
 
     def _synchronized(self, model: ModelStep) -> List[str]:

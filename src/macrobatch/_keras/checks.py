@@ -49,12 +49,12 @@ def weights_fit_losses(weights: Tensor, losses: Tensor, what: str) -> None:
 
 
 VALUES_PER_EXAMPLE = (
-    "A mean loss must return its values with the examples as first dimension, or one scalar. "
-    "Received: another number of values than there are examples. The loss may select values "
-    "(boolean_mask): weight them instead, with sample_weight and "
-    'reduction="mean_with_sample_weight". The loss may flatten values: keep the examples first. '
-    "Or a layer has a fixed batch size, as in keras.ops.reshape(x, (64, -1)): use -1 or "
-    "keras.ops.shape(x)[0] for the examples."
+    "There must be as many values of a mean loss as examples, with the examples as first "
+    "dimension, or one scalar. Received: another number of values than there are examples. Either "
+    "a layer has a fixed batch size, as in keras.ops.reshape(x, (64, -1)): use -1 or "
+    "keras.ops.shape(x)[0] for the examples. Or the loss selects values (boolean_mask): weight "
+    'them instead, with sample_weight and reduction="mean_with_sample_weight". Or the loss '
+    "flattens values: keep the examples first."
 )
 
 

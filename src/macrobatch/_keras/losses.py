@@ -12,7 +12,7 @@ masked, sums of weights.
 """
 
 import functools
-from typing import Any, Callable, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Set, Tuple
 
 import keras
 from keras import ops
@@ -87,8 +87,19 @@ class Terms:
         counts: the denominators that are counted, each once.
     """
 
-    def __init__(self, micro_batch: MicroBatch, counts: List[Count], engine: Engine):
-        self._micro_batch, self._engine = micro_batch, engine
+    def __init__(
+        self, micro_batch: MicroBatch, counts: List[Count], engine: Engine, scalars: Set[str]
+    ):
+        """Starts with no terms.
+
+        Args:
+            micro_batch: what is known of the micro-batch.
+            counts: the user's weight of the micro-batch, if there is one.
+            engine: the backend.
+            scalars: the names of losses that are one number for the batch, as far as other
+                micro-batches have shown. Added to here.
+        """
+        self._micro_batch, self._engine, self._scalars = micro_batch, engine, scalars
         self.counts = counts
         self.terms: List[Term] = []
 
@@ -125,14 +136,20 @@ class Terms:
             # The weights of a micro-batch may add up to 0: take the sum, and divide it ourselves.
             loss.reduction = "sum"
         value, values, is_number = _value_and_values(loss, y_true, y_pred, sample_weight)
+        if values is None:  # A loss that brings its own __call__ is taken for what it returns.
+            values, reduction = value, None
         masks = _masks(y_pred, values)
         weight = 1.0 if entry.loss_weights is None else entry.loss_weights
         examples = self._micro_batch.examples
         is_scalar = len(values.shape) == 0
         if reduction in MEANS and not is_scalar:
-            is_scalar = values.shape[0] == 1 and not _is_one(examples)
+            # In a micro-batch of one example, one value may be either. Others have shown which.
+            may_be = not _is_one(examples) or entry.name in self._scalars
+            is_scalar = values.shape[0] == 1 and may_be
             if not is_scalar:
                 value = self._per_example(value, values)
+        if is_scalar:
+            self._scalars.add(entry.name)
         # A number of Python's is the same for all batches.
         term = Term(entry.name, value, value, weight=weight, is_scalar=is_scalar and not is_number)
         if is_scalar and sample_weight is None and (reduction in MEANS or not masks):
@@ -167,7 +184,13 @@ class Terms:
         """A mean over the examples, or over what is counted."""
         dtype = term.numerator.dtype
         if count is not None:
-            return _times(term._replace(counted=count), ops.cast(self.counts[count].own, dtype))
+            # A mean over nothing may be 0 / 0, and counts nothing.
+            own = ops.cast(self.counts[count].own, dtype)
+            term = _times(term._replace(counted=count), own)
+            return term._replace(
+                numerator=ops.where(own > 0, term.numerator, ops.zeros_like(term.numerator)),
+                reported=ops.where(own > 0, term.reported, ops.zeros_like(term.reported)),
+            )
         share = share_of(self._micro_batch.examples, self._micro_batch.examples_of_all, dtype)
         return _times(term, share if isinstance(uncut, float) else share * ops.cast(uncut, dtype))
 
@@ -310,8 +333,7 @@ def _value_and_values(loss: Any, y_true: Any, y_pred: Any, sample_weight: Any) -
     watched = _internals.shallow_copy(loss)
     watched.call = call
     value = ops.convert_to_tensor(watched(y_true, y_pred, sample_weight))
-    # A loss that brings its own __call__ is taken for what it returns.
-    return value, seen[0] if seen else value, are_numbers[-1]
+    return value, seen[0] if seen else None, are_numbers[-1]
 
 
 def _masks(y_pred: Any, values: Tensor) -> List[Any]:

@@ -3,7 +3,7 @@ values. No variable is written, and only the trained ones are read.
 """
 
 import functools
-from typing import Any, Callable, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Set
 
 import keras
 from keras import ops, tree
@@ -31,6 +31,8 @@ class Outcome(NamedTuple):
             change.
         moments: of the inputs of BatchNormalization layers.
         logs: what compute_metrics returned.
+        is_there: whether the micro-batch counts, where all of its loss has a weight of the user's
+            that may be 0: then gradients may be 0 / 0. None elsewhere.
     """
 
     losses: List[Tensor]
@@ -39,6 +41,7 @@ class Outcome(NamedTuple):
     written: List[Optional[Tensor]]
     moments: List[batch_norm.Moments]
     logs: Logs
+    is_there: Optional[Tensor] = None
 
 
 class ModelStep:
@@ -73,6 +76,7 @@ class ModelStep:
         self.terms: List[losses.Term] = []
         self.counts: List[losses.Count] = []
         self._growing: Optional[List[bool]] = None
+        self._scalars: Set[str] = set()
         # An own compute_metrics may ask for the loss. Then each run needs the reported values of
         # the micro-batches before.
         self._reports = overrides(model, "compute_metrics")
@@ -138,6 +142,7 @@ class ModelStep:
             written=[reported[-1], *result.written],
             moments=result.moments,
             logs=tree.map_structure(ops.convert_to_tensor, result.value),
+            is_there=self._is_there(),
         )
 
     def _forward(self, micro_batch: Batch) -> Any:
@@ -184,6 +189,7 @@ class ModelStep:
             ),
             counts,
             self._engine,
+            self._scalars,
         )
         if self.is_overridden:
             value = _internals.compute_loss(model, x, y, y_pred, sample_weight, self.training)
@@ -240,6 +246,11 @@ class ModelStep:
             parts[0] = parts[0] + ops.divide_no_nan(parts[1 + place], total)
         return parts[:1]
 
+    def _is_there(self) -> Optional[Tensor]:
+        if self._weight is None or any(term.counted != 0 for term in self.terms):
+            return None
+        return self.counts[0].own > 0
+
     def _guess(self, whole: Whole) -> List[Tensor]:
         """About what the counts of the whole batch will be, from the first micro-batch."""
         assert whole.guesses is not None
@@ -265,7 +276,9 @@ class ModelStep:
     def inexact(self) -> List[str]:
         """What cannot equal the whole batch, and the way out, after a run."""
         written, weight = self.written, self._weight
-        scalars = [] if weight else [term for term in self.terms if term.is_scalar]
+        scalars = [term for term in self.terms if term.is_scalar]
+        if weight is not None:  # The user's weight says what they are means over.
+            scalars = [term for term in scalars if term.counted != 0]
         return checks.inexact(
             normalizing=names(written.normalizing),
             decaying=names(written.decaying),

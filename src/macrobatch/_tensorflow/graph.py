@@ -86,9 +86,14 @@ def specs_of(batch: Any, any_size: bool = False) -> Any:
     def spec(leaf: Any) -> Any:
         if leaf is None:
             return None
-        if any_size and isinstance(leaf, tf.Tensor):
-            return tf.TensorSpec([None, *leaf.shape[1:]], leaf.dtype)
-        return tf.type_spec_from_value(leaf)
+        found = tf.type_spec_from_value(leaf)
+        if not any_size:
+            return found
+        shape = [None, *leaf.shape[1:]]
+        if isinstance(leaf, tf.RaggedTensor):
+            return tf.RaggedTensorSpec(shape, leaf.dtype, found.ragged_rank, leaf.row_splits.dtype)
+        kind = tf.SparseTensorSpec if isinstance(leaf, tf.SparseTensor) else tf.TensorSpec
+        return kind(shape, leaf.dtype)
 
     return tf.nest.map_structure(spec, to_tensors(batch))
 

@@ -5,12 +5,12 @@ What the loop means, whichever way it runs:
 
     for micro_batch in batch:
         part = step(micro_batch, values, counts)
-        sums += part.sums
+        sums, counts += part.sums, part.counts
         values = part.written, where it is not None
         moments = moments.merged(part.moments)
         latest = part.latest
         aux.append(part.aux)
-    return Part(sums, values, moments, latest, concatenated(aux))
+    return Part(sums, counts, values, moments, latest, concatenated(aux))
 """
 
 from typing import Any, Callable, List, Optional, Sequence
@@ -31,6 +31,7 @@ class Loop:
     """A step and the micro-batches that it runs on. In a graph the step is traced here, once.
 
     Attributes:
+        micro_batches: the batch, and how it is cut.
         values: the values of the step's variables before the batch.
         like: in a graph, the part of the first micro-batch, with symbolic tensors.
     """
@@ -55,7 +56,7 @@ class Loop:
             jit_compile: whether XLA compiles the step, and not what is around it.
             apart: whether the step gets no counts, in a graph too.
         """
-        self._step, self._micro_batches, self._apart = step, micro_batches, apart
+        self._step, self.micro_batches, self._apart = step, micro_batches, apart
         self._read, self._fits = values, fits
         self.values = values()
         self._aux: Any = ()
@@ -69,8 +70,8 @@ class Loop:
         # How many counts there are is known after the trace.
         counts = None if self._apart else tf.TensorSpec([None], "float64")
         while True:
-            first = self._micro_batches.first()
-            if len(self._micro_batches.runs) > 1:  # full micro-batches and a tail, of one trace
+            first = self.micro_batches.first()
+            if len(self.micro_batches.runs) > 1:  # full micro-batches and a tail, of one trace
                 first = graph.specs_of(first, any_size=True)
             traced = Traced(self._step_in_graph, first, self.values, counts)
             if self._fits(self.values):
@@ -84,15 +85,15 @@ class Loop:
         if graph.in_xla():  # XLA has no tensors of unknown size, so no sparse sums.
             gradients = [sums.dense(gradient) for gradient in gradients]
         kept = [leaf for leaf in tf.nest.flatten(part.aux) if leaf is not None]
-        length = self._micro_batches.length_of(micro_batch)
-        kept = [self._micro_batches.padded([leaf], [length])[0] for leaf in kept]
+        length = self.micro_batches.length_of(micro_batch)
+        kept = [self.micro_batches.padded([leaf], [length])[0] for leaf in kept]
         pieces = [leaves.pieces(leaf) for leaf in kept]
         self._aux = part.aux, pieces
         return part._replace(sums=gradients, aux=[each.parts for each in pieces])
 
     def is_empty(self) -> bool:
         """Whether there is no micro-batch here, which only a replica in eager mode can know."""
-        return tf.executing_eagerly() and not any(r.count for r in self._micro_batches.runs)
+        return tf.executing_eagerly() and not any(r.count for r in self.micro_batches.runs)
 
     def run(self, counts: Optional[Sequence[Tensor]] = None, synchronized: Any = ()) -> Part:
         """The part of the whole batch.
@@ -139,7 +140,7 @@ class Loop:
         return list(self._run_in_graph(call, counting(self.like), ones).counts)
 
     def _run_traced(self) -> Part:
-        return Loop(self._step, self._micro_batches, self._read, self._fits, apart=True).run()
+        return Loop(self._step, self.micro_batches, self._read, self._fits, apart=True).run()
 
     def part(self, micro_batch: Batch, counts: Sequence[float], dropped: bool) -> Part:
         """The part of one micro-batch, for these counts and without dropout.
@@ -161,17 +162,17 @@ class Loop:
         if self._without_dropout is None:
             self._without_dropout = self._traced
             if dropped:
-                first = self._micro_batches.first()
+                first = self.micro_batches.first()
                 self._without_dropout = Traced(without_dropout, first, self.values, given)
         return self._without_dropout(micro_batch, self.values, given)
 
     def _check_replicas(self, synchronized: Sequence[str]) -> None:
-        examples = self._micro_batches.examples
+        examples = self.micro_batches.examples
         checks.static_batch(examples, synchronized)
         replicas.compare(examples, lambda all: checks.even_replicas(all, synchronized))
 
     def _run_one_by_one(self, counts: Optional[Tensor]) -> Part:
-        micro_batches, values = self._micro_batches, list(self.values)
+        micro_batches, values = self.micro_batches, list(self.values)
         total: Optional[Part] = None
         collected: List[Any] = []
         lengths: List[Any] = []
@@ -202,7 +203,7 @@ class Loop:
     def _run_in_graph(
         self, call: Callable[..., Part], like: Part, counts: Optional[Tensor]
     ) -> Part:
-        micro_batches, runs = self._micro_batches, self._micro_batches.runs
+        micro_batches, runs = self.micro_batches, self.micro_batches.runs
         count = sum(run.count for run in runs)
         changing = [i for i, value in enumerate(like.written) if value is not None]
         # Replicas with different numbers of examples must have gradients of the same kinds.
@@ -239,9 +240,8 @@ class Loop:
                 items, aux = part_of(micro_batches.first(), state)
                 state = [fold.first(*pair) for fold, *pair in zip(all_folds, state, items)]
                 kept = everything.push(kept, aux, 0)
-                with parts.after(
-                    state
-                ):  # or its activations could be in memory beside the next ones'
+                # Or its activations could be in memory beside the next ones'.
+                with parts.after(state):
                     index = tf.constant(1)
             # The default of 10 parallel iterations would let their activations overlap in memory.
             _, state, kept = tf.while_loop(
@@ -268,4 +268,4 @@ class Loop:
         parts = tf.nest.map_structure(lambda *runs: tf.concat(runs, 0), *collected)
         found = iter([leaves.joined(each.kind, p) for each, p in zip(pieces, parts)])
         flat = [None if leaf is None else next(found) for leaf in tf.nest.flatten(nest)]
-        return self._micro_batches.restored(tf.nest.pack_sequence_as(nest, flat))
+        return self.micro_batches.restored(tf.nest.pack_sequence_as(nest, flat))

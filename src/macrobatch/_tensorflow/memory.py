@@ -13,20 +13,20 @@ class Memory:
 
     def __init__(self, strategy: Any):
         self._strategy = strategy
-        self._variables: Dict[int, Any] = {}
+        self._variables: Dict[Any, Any] = {}
 
-    def differed(self, count: int) -> Sequence[Any]:
-        """For each of `count` parts, whether an earlier batch had that part in another size."""
-        if count not in self._variables:
-            self._variables[count] = replicas.variable(
-                self._strategy, [count], tf.int32, "no_sequences", summed=False
+    def differed(self, kinds: Any) -> Sequence[Any]:
+        """For each part, whether an earlier batch of these kinds had that part in another size."""
+        if kinds not in self._variables:
+            self._variables[kinds] = replicas.variable(
+                self._strategy, [len(kinds)], tf.int32, "no_sequences", summed=False
             )
-        before = replicas.read(self._variables[count]) > 0
+        before = replicas.read(self._variables[kinds]) > 0
         return [bool(b) for b in before.numpy()] if tf.executing_eagerly() else tf.unstack(before)
 
-    def note(self, differ: Sequence[Any]) -> None:
+    def note(self, kinds: Any, differ: Sequence[Any]) -> None:
         """Remembers for each part whether its size differs in this batch."""
-        variable = self._variables[len(differ)]
+        variable = self._variables[kinds]
         now = tf.stack([tf.cast(each, tf.int32) for each in differ])
         variable.assign(tf.maximum(replicas.read(variable), now))
 
