@@ -29,7 +29,7 @@ MUTANTS = [
     Mutant(
         "replicas: rows of two replicas not merged",
         UPDATE,
-        "_sums.merge_rows(next(sums))",
+        "sums.merge_rows(next(sums))",
         "next(sums)",
         (
             ACCUMULATOR + "test_replicas_clip_the_reduced_gradient_and_sum_rows_over_replicas",
@@ -39,7 +39,7 @@ MUTANTS = [
     Mutant(
         "replicas: clipping before the reduction",
         UPDATE,
-        "arguments = _no_reduction_of_its_own(optimizer) if _replicas.in_several() else None",
+        "arguments = _no_reduction_of_its_own(optimizer) if replicas.in_several() else None",
         "arguments = None",
         (MODELS + "[optimizer-global_clipnorm-replicas]", MODELS + "[optimizer-clipnorm-replicas]"),
     ),
@@ -62,7 +62,7 @@ MUTANTS = [
         "replicas: cast before the sum",
         UPDATE,
         "there = [gradient for gradient in gradients if gradient is not None]",
-        "there = [_sums.cast(g, tf.as_dtype(v.dtype).base_dtype)"
+        "there = [sums.cast(g, tf.as_dtype(v.dtype).base_dtype)"
         " for g, v in zip(gradients, variables) if g is not None]",
         (ON_REPLICAS + "test_sums_over_replicas_are_wide",),
     ),
