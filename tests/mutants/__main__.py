@@ -25,7 +25,7 @@ from mutant import Mutant
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
 ALL = [*fit.MUTANTS, *loops.MUTANTS, *windows.MUTANTS, *replicas.MUTANTS, *sequences.MUTANTS]
-TIMEOUT = 1800  # replicas that disagree may wait for each other for ever
+TIMEOUT = 300  # replicas that disagree may wait for each other for ever
 
 
 def outcome_of(mutant: Mutant) -> str:
@@ -58,7 +58,7 @@ def tested(mutant: Mutant, source: str) -> str:
         run = subprocess.run(
             [*command, *tests],
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "COLUMNS": "300"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -68,7 +68,9 @@ def tested(mutant: Mutant, source: str) -> str:
     except subprocess.TimeoutExpired:
         return "killed: did not end"
     if run.returncode == 1:
-        return "killed"
+        # Which test, and why: what a mutant breaks may be something else than it is meant to.
+        failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        return "killed: " + failed[0].rpartition("::")[2][:150] if failed else "killed"
     if run.returncode == 0:
         return "SURVIVED"
     # Not a failed test: an id that is unknown or deselected, or a package that does not import.

@@ -13,9 +13,9 @@ MUTANTS = [
     Mutant(
         "fit: repeated rows not merged",
         SUMS,
-        "return merge_rows(tf.IndexedSlices(total.values.concat(), total.indices.concat(), table))",
-        "return tf.IndexedSlices(total.values.concat(), total.indices.concat(), table)",
-        ("loops/test_value_and_gradients.py::test_absent_and_sparse_gradients",),
+        "    indices, positions = tf.unique(gradient.indices)\n",
+        "    return gradient\n",
+        (MODELS + "[repeated-rows-adam-graph]",),
     ),
     Mutant(
         "fit: sums in float16 and bfloat16",

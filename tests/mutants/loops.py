@@ -3,7 +3,9 @@
 from mutant import Mutant
 
 TESTS = "loops/test_value_and_gradients.py::"
-FORMS, LEARNED = (TESTS + f"test_{name}" for name in ("each_form_of_loss", "weights_that_are_learned"))
+FORMS, LEARNED = (
+    TESTS + f"test_{name}" for name in ("each_form_of_loss", "weights_that_are_learned")
+)
 LOSS_FN, ENTRY = "_tensorflow/loss_fn.py", "_value_and_gradients.py"
 
 MUTANTS = [
