@@ -166,6 +166,13 @@ MUTANTS = [
         (KERAS + "test_a_failure_changes_nothing[backward-graph]",),
     ),
     Mutant(
+        "fit: refusals of a graph are no ValueErrors",
+        "_tensorflow/graph.py",
+        "        if not refusals:\n",
+        "        if True:\n",
+        ("fit/test_lengths.py::test_a_layer_behind_which_all_is_0_at_first",),
+    ),
+    Mutant(
         "fit: seeds not carried",
         LOOP,
         "                values[i] = value\n",

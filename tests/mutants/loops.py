@@ -6,6 +6,7 @@ TESTS = "loops/test_value_and_gradients.py::"
 FORMS, LEARNED = (
     TESTS + f"test_{name}" for name in ("each_form_of_loss", "weights_that_are_learned")
 )
+HARD = "loops/test_hard_weights.py::"
 LOSS_FN, ENTRY = "_tensorflow/loss_fn.py", "_value_and_gradients.py"
 
 MUTANTS = [
@@ -144,6 +145,27 @@ MUTANTS = [
         "gradient = sums.add(of_numerator, sums.scaled(of_denominator, -loss))",
         "gradient = of_numerator",
         (LEARNED + "[losses and weights-graph]",),
+    ),
+    Mutant(
+        "loop: rows twice where weights are learned from the table too",
+        ENTRY,
+        "gradient = sums.merge_rows(sums.scaled(gradient, factor))",
+        "gradient = sums.scaled(gradient, factor)",
+        (HARD + "test_rows_come_once_where_weights_depend_on_the_table_too",),
+    ),
+    Mutant(
+        "loop: weights that are not finite accepted",
+        LOSS_FN,
+        "(tf.math.is_finite(denominator), FINITE_WEIGHTS)",
+        "(tf.constant(True), FINITE_WEIGHTS)",
+        (HARD + "test_weights_that_are_not_finite_are_refused",),
+    ),
+    Mutant(
+        "loop: a Python weight rounded to float32",
+        LOSS_FN,
+        "losses.dtype if is_number else None",
+        "None",
+        (HARD + "test_a_python_number_is_not_rounded_to_float32",),
     ),
     Mutant(
         "loop: scale under the tape",
