@@ -197,6 +197,7 @@ def test_labels_stay_whole_in_the_batch_that_happens_to_be_as_wide(eagerly):
 
     specs = (tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None, None], tf.float64))
     dataset = tf.data.Dataset.from_generator(batches, output_signature=specs)
+    dataset = dataset.apply(tf.data.experimental.assert_cardinality(3))
     results = []
     for accumulated in (False, True):
         keras.utils.set_random_seed(1)
