@@ -236,7 +236,7 @@ MUTANTS = [
         STEPS,
         "self._remember(whole.examples)",
         "self._remember(micro_batches.examples)",
-        (ON_REPLICAS + "test_batches_that_are_single_micro_batches",),
+        (ON_REPLICAS + "test_logs_of_each_batch",),
     ),
     Mutant(
         "replicas: metrics made outside of the scope",
@@ -263,7 +263,7 @@ MUTANTS = [
         "replicas: one without examples repeats the latest part",
         "_tensorflow/parts.py",
         "return None if value is None else tf.nest.map_structure(tf.zeros_like, value)",
-        "return value",
+        "return None if value is None else tf.nest.map_structure(tf.identity, value)",
         (ON_REPLICAS + "test_eagerly_with_a_replica_without_examples",),
     ),
 ]
