@@ -7,6 +7,7 @@ KERAS, NORM = "fit/test_keras.py::", "fit/test_batch_norm.py::"
 HARD, LOOP_TESTS = "fit/test_hard_cases.py::", "rooms/test_loop.py::"
 TERMS, MOMENTS = "rooms/test_terms.py::", "rooms/test_moments.py::"
 LOSS, REPORT, STEPS = "_keras/losses.py", "_keras/report.py", "_fit/steps.py"
+INSTALL = "_fit/install.py"
 LOOP, SUMS, MODEL = "_tensorflow/loop.py", "_tensorflow/sums.py", "_keras/model.py"
 
 MUTANTS = [
@@ -256,5 +257,47 @@ MUTANTS = [
         "return self._run_in_graph(self._call, self.like, vector)",
         "return self._run_in_graph(self._trace(), self.like, vector)",
         (LOOP_TESTS + "test_the_step_is_traced_once",),
+    ),
+    Mutant(
+        "fit: a dry run of a model that is built",
+        STEPS,
+        "if not models.is_built(model) and not self._has_run:",
+        "if not self._has_run:",
+        (HARD + "test_eager_mode_runs_each_micro_batch_once",),
+    ),
+    Mutant(
+        "fit: a loss that is a number",
+        LOSS,
+        "values = ops.convert_to_tensor(loss.call(*args))",
+        "values = loss.call(*args)",
+        (TERMS + "test_a_loss_may_be_a_number",),
+    ),
+    Mutant(
+        "fit: micro_batch_weight not checked",
+        MODEL,
+        "losses.Count(self._engine.checked(weight, (good, checks.MICRO_BATCH_WEIGHT)))",
+        "losses.Count(weight)",
+        ("rooms/test_model_step.py::test_weights_of_micro_batches_are_checked",),
+    ),
+    Mutant(
+        "fit: the size of a batch asked of its first part only",
+        "_tensorflow/graph.py",
+        "return batch, known[0] if known else tf.identity(first)",
+        "return batch, tf.identity(first)",
+        ("rooms/test_in_order.py::test_one_part_that_knows_its_size_is_enough",),
+    ),
+    Mutant(
+        "fit: no function to train with after accumulate in the middle of fit",
+        INSTALL,
+        "        if trains:\n",
+        "        if False:\n",
+        (HARD + "test_accumulate_and_release_in_the_middle_of_fit",),
+    ),
+    Mutant(
+        "fit: no word of an accumulated part",
+        INSTALL,
+        "    if accumulation_of(model) is None:\n",
+        "    if False:\n",
+        (HARD + "test_a_model_with_an_accumulated_part_says_that_it_is_not_accumulated",),
     ),
 ]
