@@ -165,7 +165,7 @@ MUTANTS = [
         CUT,
         "largest([self._dense_size, *(self.longest_row(leaf) for leaf in self.ragged)])",
         "self._dense_size",
-        (TESTS + "test_ragged_and_sparse_parts",),
+        (TESTS + "test_a_budget_for_ragged_tokens",),
     ),
     Mutant(
         "lengths: ragged rows not tried",
