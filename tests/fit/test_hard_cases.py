@@ -177,7 +177,7 @@ def test_a_layer_with_a_fixed_batch_size_is_among_the_suspects():
 
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_labels_stay_whole_in_the_batch_that_happens_to_be_as_wide(eagerly):
-    """Labels of shape (examples, 3), and batches of tokens 5, 3 and 4 wide."""
+    """Labels of shape (examples, 3), and batches of tokens 5, 3, 3 and 4 wide."""
 
     class Model(keras.Model):
         def __init__(self):
@@ -189,7 +189,7 @@ def test_labels_stay_whole_in_the_batch_that_happens_to_be_as_wide(eagerly):
             return self.head(self.pool(self.table(tokens)))
 
     def batches():
-        for width in (5, 3, 4):
+        for width in (5, 3, 3, 4):
             lengths = 1 + np.arange(6) % width
             lengths[0] = width
             tokens = np.where(np.arange(width) < lengths[:, None], 1 + np.arange(width) % 8, 0)
@@ -197,7 +197,7 @@ def test_labels_stay_whole_in_the_batch_that_happens_to_be_as_wide(eagerly):
 
     specs = (tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None, None], tf.float64))
     dataset = tf.data.Dataset.from_generator(batches, output_signature=specs)
-    dataset = dataset.apply(tf.data.experimental.assert_cardinality(3))
+    dataset = dataset.apply(tf.data.experimental.assert_cardinality(4))
     results = []
     for accumulated in (False, True):
         keras.utils.set_random_seed(1)

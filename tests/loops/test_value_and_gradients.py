@@ -141,6 +141,16 @@ def test_a_batch_without_any_weight_is_0(mode):
     assert_close(call(mode, accumulated, (x, y, 0 * weights)), (0.0, [np.zeros(3), np.zeros([])]))
 
 
+@pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
+@pytest.mark.parametrize("start", [0, 3])
+def test_a_micro_batch_without_any_weight_does_not_count(start, mode):
+    """Its scalar is 0 / 0, and so are the gradients of it."""
+    x, y, weights = data()
+    there = np.ones_like(weights)
+    there[start : start + 3] = 0
+    check_form("scalar and weight", mode, 3, (x, y, weights * there))
+
+
 @pytest.mark.parametrize(
     ("mode", "optimizer"),
     [("eager", "SGD"), ("eager", "Adam"), ("graph", "Adam"), ("compiled", "Adam")],

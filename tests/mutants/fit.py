@@ -1,62 +1,303 @@
 """Mutants of accumulate: denominators, regularisers, tails, statistics, reports."""
 
-from mutant import Mutant, waiting
+from mutant import Mutant
 
 LOSSES, MODELS = (f"equivalence/test_equivalence.py::test_{kind}" for kind in ("losses", "models"))
-KERAS = "fit/test_keras.py::"
-NORM = "fit/test_batch_norm.py::"
+KERAS, NORM = "fit/test_keras.py::", "fit/test_batch_norm.py::"
+HARD, LOOP_TESTS = "fit/test_hard_cases.py::", "rooms/test_loop.py::"
+TERMS, MOMENTS = "rooms/test_terms.py::", "rooms/test_moments.py::"
+LOSS, REPORT, STEPS = "_keras/losses.py", "_keras/report.py", "_fit/steps.py"
+INSTALL = "_fit/install.py"
+LOOP, SUMS, MODEL = "_tensorflow/loop.py", "_tensorflow/sums.py", "_keras/model.py"
 
 MUTANTS = [
     Mutant(
         "fit: repeated rows not merged",
-        "_tensorflow/sums.py",
-        "return merge_rows(tf.IndexedSlices(total.values.concat(), total.indices.concat(), table))",
-        "return tf.IndexedSlices(total.values.concat(), total.indices.concat(), table)",
+        SUMS,
+        "    indices, positions = tf.unique(gradient.indices)\n",
+        "    return gradient\n",
         (MODELS + "[repeated-rows-adam-graph]",),
     ),
     Mutant(
         "fit: sums in float16 and bfloat16",
-        "_tensorflow/sums.py",
+        SUMS,
         "return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype",
         "return dtype",
         ("rooms/test_sums.py::test_narrow_gradients_are_summed_in_float32",),
     ),
-    waiting("fit: examples counted instead of tokens", LOSSES + "[mask-sum_over_batch_size-graph]"),
-    waiting(
+    Mutant(
+        "fit: examples counted instead of tokens",
+        LOSS,
+        "        if not masks and not weights:\n",
+        "        if not weights:\n",
+        (LOSSES + "[mask-sum_over_batch_size-graph]",),
+    ),
+    Mutant(
         "fit: weights left out of mean_with_sample_weight",
-        LOSSES + "[reduction-mean_with_sample_weight-weights-graph]",
+        LOSS,
+        "for factor in (*masks, *weights)]",
+        "for factor in (*masks, *map(ops.ones_like, weights))]",
+        (LOSSES + "[reduction-mean_with_sample_weight-weights-graph]",),
     ),
-    waiting("fit: mean of means", LOSSES + "[reduction-sum_over_batch_size-graph]"),
-    waiting("fit: regulariser counted per micro-batch", LOSSES + "[regularizers-graph]"),
-    waiting("fit: regulariser missing in the reported loss", LOSSES + "[regularizers-graph]"),
-    waiting("fit: activity regulariser summed", LOSSES + "[regularizers-graph]"),
-    waiting("fit: vectors given to add_loss by share", LOSSES + "[add_loss-vectors-graph]"),
-    waiting("fit: tail lost in a graph", MODELS + "[17-examples-seven-graph]"),
-    waiting("fit: tail lost in XLA", MODELS + "[17-examples-seven-compiled]"),
-    waiting(
+    Mutant(
+        "fit: mean of means, a tail of 2 counts as 3 examples",
+        LOSS,
+        "share = share_of(self._micro_batch.examples, self._micro_batch.examples_of_all, dtype)",
+        "own = ops.maximum(self._micro_batch.examples, 3)\n"
+        "        share = share_of(own, self._micro_batch.examples_of_all, dtype)",
+        (LOSSES + "[reduction-sum_over_batch_size-graph]",),
+    ),
+    Mutant(
+        "fit: regulariser counted per micro-batch",
+        MODEL,
+        "        return parts[:1]\n",
+        "        return [parts[0] + self.regularization()]\n",
+        (LOSSES + "[regularizers-graph]",),
+    ),
+    Mutant(
+        "fit: regulariser missing in the reported loss",
+        REPORT,
+        "loss, values = penalty, []",
+        "loss, values = ops.zeros_like(penalty), []",
+        (LOSSES + "[regularizers-graph]",),
+    ),
+    Mutant(
+        "fit: activity regulariser summed",
+        LOSS,
+        "if regularizes and activity_losses_are_means():",
+        "if False:",
+        (LOSSES + "[regularizers-graph]",),
+    ),
+    Mutant(
+        "fit: vectors given to add_loss by share",
+        LOSS,
+        "elif not regularizes and not self._is_per_example(value, index):",
+        "elif not regularizes:",
+        (LOSSES + "[add_loss-vectors-graph]",),
+    ),
+    Mutant(
+        "fit: a penalty as large as a micro-batch taken for values of examples",
+        LOSS,
+        "return is_equal and self._micro_batch.grows(index)",
+        "return is_equal",
+        (TERMS + "test_added_values_are_of_examples_only_if_there_are_more_for_more_examples",),
+    ),
+    Mutant(
+        "fit: a scalar beside a vector counted once",
+        LOSS,
+        "return ops.cast(self._micro_batch.examples_of_all, terms[0].numerator.dtype)",
+        "return 1",
+        (HARD + "test_a_loss_without_reduction_beside_a_mean",),
+    ),
+    Mutant(
+        "fit: loss weights left out of the gradients",
+        MODEL,
+        "ops.cast(term.numerator * term.weight, dtype)",
+        "ops.cast(term.numerator, dtype)",
+        (LOSSES + "[outputs-dict-graph]",),
+    ),
+    Mutant(
+        "fit: loss weights left out of the reported loss",
+        REPORT,
+        "loss = loss + value * term.weight",
+        "loss = loss + value",
+        (LOSSES + "[outputs-dict-graph]",),
+    ),
+    Mutant(
+        "fit: counts guessed in eager mode, and not mended",
+        STEPS,
+        "own = [sums.scaled(gradient, factor) for gradient in own]",
+        "own = [sums.scaled(gradient, 1.0) for gradient in own]",
+        (LOSSES + "[mask-mean_with_sample_weight-weights-of-tokens-eager]",),
+    ),
+    Mutant(
+        "fit: counts by the seeds of the first micro-batch",
+        LOOP,
+        "        needed = self._traced.needs(counting, 1)\n",
+        "        needed = wanted\n",
+        (LOOP_TESTS + "test_counting_leaves_out_what_counts_do_not_depend_on",),
+    ),
+    Mutant(
+        "fit: tail lost in a graph",
+        "_batches/in_order.py",
+        "count = (examples + micro_batch_size - 1) // micro_batch_size",
+        "count = examples // micro_batch_size",
+        (MODELS + "[17-examples-seven-graph]",),
+    ),
+    Mutant(
+        "fit: tail lost where the size of a batch is known",
+        "_batches/in_order.py",
+        "return [Run(0, size, full + 1, static=False)]",
+        "return [Run(0, size, full, static=False)]",
+        (MODELS + "[17-examples-seven-eager]",),
+    ),
+    Mutant(
+        "fit: tail lost in XLA",
+        "_batches/in_order.py",
+        'count = ops.cast(rest > 0, "int32")',
+        'count = ops.cast(rest < 0, "int32")',
+        (MODELS + "[17-examples-seven-compiled]",),
+    ),
+    Mutant(
         "fit: statistics of the last micro-batch only",
-        NORM + "test_pooled_statistics_are_those_of_the_batch[graph]",
+        "_tensorflow/folds.py",
+        "push=lambda before, value, index: before.merged(value)",
+        "push=lambda before, value, index: value",
+        (NORM + "test_pooled_statistics_are_those_of_the_batch[graph]",),
     ),
-    waiting("fit: variance between micro-batches left out", NORM + "test_pooling_two_sets"),
-    waiting(
+    Mutant(
+        "fit: statistics of the last micro-batch only, in eager mode",
+        "_tensorflow/parts.py",
+        "moments = [before.merged(now) for before, now in zip(total.moments, part.moments)]",
+        "moments = [now for before, now in zip(total.moments, part.moments)]",
+        (NORM + "test_pooled_statistics_are_those_of_the_batch[eager]",),
+    ),
+    Mutant(
+        "fit: variance between micro-batches left out",
+        "_keras/batch_norm.py",
+        "within + between)",
+        "within)",
+        (MOMENTS + "test_two_sets_together",),
+    ),
+    Mutant(
         "fit: writes do not wait for the loop",
-        KERAS + "test_a_failure_changes_nothing[backward-graph]",
+        STEPS,
+        "with after((gradients, part)):",
+        "with after(()):",
+        (KERAS + "test_a_failure_changes_nothing[backward-graph]",),
     ),
-    waiting(
+    Mutant(
+        "fit: refusals of a graph are no ValueErrors",
+        "_tensorflow/graph.py",
+        "        if not refusals:\n",
+        "        if True:\n",
+        ("fit/test_lengths.py::test_a_layer_behind_which_all_is_0_at_first",),
+    ),
+    Mutant(
         "fit: seeds not carried",
-        KERAS + "test_each_micro_batch_draws_fresh_numbers_and_runs_can_be_repeated",
+        LOOP,
+        "                values[i] = value\n",
+        "                pass\n",
+        (KERAS + "test_each_micro_batch_draws_fresh_numbers_and_runs_can_be_repeated",),
     ),
-    waiting("fit: metrics not carried", LOSSES + "[metrics-graph]"),
-    waiting("fit: loss tracker weighted by 1", LOSSES + "[reduction-sum_over_batch_size-graph]"),
-    waiting("fit: tracker of an output told the last part only", LOSSES + "[outputs-dict-graph]"),
-    waiting("fit: micro_batch_weight ignored", KERAS + "test_the_weight_of_a_micro_batch[graph]"),
-    waiting(
-        "fit: loss scale left out of the regulariser", LOSSES + "[regularizer-and-loss-scale-graph]"
+    Mutant(
+        "fit: metrics start anew with each batch",
+        "_tensorflow/folds.py",
+        "return latest(start)._replace(start=start)",
+        "return latest(start)",
+        (LOSSES + "[metrics-graph]",),
     ),
-    waiting("fit: reduction=None reported as a sum", LOSSES + "[no-reduction-graph]"),
-    waiting(
+    Mutant(
+        "fit: seeds and metrics not carried in eager mode",
+        LOOP,
+        "                values = [old if new is None else new"
+        " for new, old in zip(part.written, values)]\n",
+        "",
+        (LOSSES + "[metrics-eager]",),
+    ),
+    Mutant(
+        "fit: loss tracker weighted by 1",
+        REPORT,
+        "tracker.update_state(values.loss, sample_weight=examples)",
+        "tracker.update_state(values.loss)",
+        (MODELS + "[17-examples-seven-graph]",),
+    ),
+    Mutant(
+        "fit: tracker of an output told the last part only",
+        REPORT,
+        "metric.update_state(value, sample_weight=examples if known else None)",
+        "metric.update_state(term.reported, sample_weight=examples if known else None)",
+        (LOSSES + "[outputs-dict-eager]",),
+    ),
+    Mutant(
+        "fit: micro_batch_weight ignored",
+        MODEL,
+        "None if self._weight is None else 0,",
+        "None,",
+        (KERAS + "test_the_weight_of_a_micro_batch[graph]",),
+    ),
+    Mutant(
+        "fit: loss scale left out of the regulariser",
+        STEPS,
+        "scaled_penalty = penalty * scale / replicas.count()",
+        "scaled_penalty = penalty / replicas.count()",
+        (LOSSES + "[regularizer-and-loss-scale-graph]",),
+    ),
+    Mutant(
+        "fit: reduction=None reported as a sum",
+        LOSS,
+        "reported=reported, rank=len(value.shape)",
+        "reported=ops.sum(value), rank=len(value.shape)",
+        (LOSSES + "[no-reduction-graph]",),
+    ),
+    Mutant(
         "fit: first gradient dropped in eager mode",
-        LOSSES + "[reduction-sum_over_batch_size-weights-eager]",
+        "_tensorflow/parts.py",
+        "return part._replace(sums=wide)",
+        "return part._replace(sums=[g if g is None else tf.zeros_like(g) for g in wide])",
+        (LOSSES + "[reduction-sum_over_batch_size-weights-eager]",),
     ),
-    waiting("fit: a second trace for the loop", KERAS + "test_one_trace_per_signature"),
+    Mutant(
+        "fit: first gradient dropped where sums are large",
+        SUMS,
+        "return None if total is None else tf.cast(dense(gradient), total.dtype)",
+        "return total",
+        (LOOP_TESTS + "test_the_loop[3-3-6-True-large sums]",),
+    ),
+    Mutant(
+        "fit: first micro-batch counted twice where sums are large",
+        LOOP,
+        "index = tf.constant(1)",
+        "index = tf.constant(0)",
+        (LOOP_TESTS + "test_the_loop[3-3-6-True-large sums]",),
+    ),
+    Mutant(
+        "fit: a second trace for the loop",
+        LOOP,
+        "return self._run_in_graph(self._call, self.like, vector)",
+        "return self._run_in_graph(self._trace(), self.like, vector)",
+        (LOOP_TESTS + "test_the_step_is_traced_once",),
+    ),
+    Mutant(
+        "fit: a dry run of a model that is built",
+        STEPS,
+        "if not models.is_built(model) and not self._has_run:",
+        "if not self._has_run:",
+        (HARD + "test_eager_mode_runs_each_micro_batch_once",),
+    ),
+    Mutant(
+        "fit: a loss that is a number",
+        LOSS,
+        "values = ops.convert_to_tensor(loss.call(*args))",
+        "values = loss.call(*args)",
+        (TERMS + "test_a_loss_may_be_a_number",),
+    ),
+    Mutant(
+        "fit: micro_batch_weight not checked",
+        MODEL,
+        "losses.Count(self._engine.checked(weight, (good, checks.MICRO_BATCH_WEIGHT)))",
+        "losses.Count(weight)",
+        ("rooms/test_model_step.py::test_weights_of_micro_batches_are_checked",),
+    ),
+    Mutant(
+        "fit: the size of a batch asked of its first part only",
+        "_tensorflow/graph.py",
+        "return batch, known[0] if known else tf.identity(first)",
+        "return batch, tf.identity(first)",
+        ("rooms/test_in_order.py::test_one_part_that_knows_its_size_is_enough",),
+    ),
+    Mutant(
+        "fit: no function to train with after accumulate in the middle of fit",
+        INSTALL,
+        "        if trains:\n",
+        "        if False:\n",
+        (HARD + "test_accumulate_and_release_in_the_middle_of_fit",),
+    ),
+    Mutant(
+        "fit: no word of an accumulated part",
+        INSTALL,
+        "    if accumulation_of(model) is None:\n",
+        "    if False:\n",
+        (HARD + "test_a_model_with_an_accumulated_part_says_that_it_is_not_accumulated",),
+    ),
 ]

@@ -1,10 +1,10 @@
 """A mutant: a line of the package that is made wrong, and the tests that must notice."""
 
-from typing import NamedTuple, Optional, Tuple
+from typing import NamedTuple, Tuple
 
 
 class Mutant(NamedTuple):
-    """A mutant without `old` and `new` is still to be written.
+    """A mutant.
 
     Attributes:
         name: the fault, in words.
@@ -16,11 +16,6 @@ class Mutant(NamedTuple):
 
     name: str
     file: str
-    old: Optional[str]
-    new: Optional[str]
+    old: str
+    new: str
     tests: Tuple[str, ...]
-
-
-def waiting(name: str, *tests: str) -> Mutant:
-    """A mutant in a room that is being rebuilt: its text is to be filled in."""
-    return Mutant(name, "", None, None, tests)

@@ -1,6 +1,6 @@
 """Mutants of replicas and workers: one reduction, whole numbers on each, files and meetings."""
 
-from mutant import Mutant, waiting
+from mutant import Mutant
 
 UPDATE, REPLICAS = "_tensorflow/update.py", "_tensorflow/replicas.py"
 CALLBACKS, WAIT = "_workers/callbacks.py", "_workers/wait.py"
@@ -9,6 +9,10 @@ EVERYWHERE = "loops/test_accumulator_everywhere.py::"
 ACCUMULATOR = "loops/test_accumulator.py::"
 LOOPS = "loops/test_replicas.py::"
 LOSSES, MODELS = (f"equivalence/test_equivalence.py::test_{kind}" for kind in ("losses", "models"))
+WHOLE = LOOPS + "test_the_loss_is_whole_and_gradients_sum_to_the_whole"
+STATISTICS = LOOPS + "test_moving_statistics_are_those_of_the_whole_batch"
+STEPS, LOOP, REPORT = "_fit/steps.py", "_tensorflow/loop.py", "_keras/report.py"
+NORM, ENTRY = "_keras/batch_norm.py", "_value_and_gradients.py"
 WORKERS = "processes/test_workers.py::test_workers_end_where_one_device_ends"
 
 MUTANTS = [
@@ -29,8 +33,8 @@ MUTANTS = [
     Mutant(
         "replicas: rows of two replicas not merged",
         UPDATE,
-        "_sums.merge_rows(next(sums))",
-        "next(sums)",
+        "sums.merge_rows(next(totals))",
+        "next(totals)",
         (
             ACCUMULATOR + "test_replicas_clip_the_reduced_gradient_and_sum_rows_over_replicas",
             MODELS + "[repeated-rows-global_clipnorm-replicas]",
@@ -39,7 +43,7 @@ MUTANTS = [
     Mutant(
         "replicas: clipping before the reduction",
         UPDATE,
-        "arguments = _no_reduction_of_its_own(optimizer) if _replicas.in_several() else None",
+        "arguments = _no_reduction_of_its_own(optimizer) if replicas.in_several() else None",
         "arguments = None",
         (MODELS + "[optimizer-global_clipnorm-replicas]", MODELS + "[optimizer-clipnorm-replicas]"),
     ),
@@ -62,7 +66,7 @@ MUTANTS = [
         "replicas: cast before the sum",
         UPDATE,
         "there = [gradient for gradient in gradients if gradient is not None]",
-        "there = [_sums.cast(g, tf.as_dtype(v.dtype).base_dtype)"
+        "there = [sums.cast(g, tf.as_dtype(v.dtype).base_dtype)"
         " for g, v in zip(gradients, variables) if g is not None]",
         (ON_REPLICAS + "test_sums_over_replicas_are_wide",),
     ),
@@ -118,8 +122,8 @@ MUTANTS = [
     Mutant(
         "workers: an epoch lost",
         CALLBACKS,
-        "self.model._initial_epoch = epoch",
-        "self.model._initial_epoch = epoch + 1",
+        "_internals.set_initial_epoch(self.model, epoch)",
+        "_internals.set_initial_epoch(self.model, epoch + 1)",
         ("processes/test_workers.py::test_backups_of_one_worker", "processes/test_faults.py"),
     ),
     Mutant(
@@ -129,68 +133,137 @@ MUTANTS = [
         '            connection.sendall(own.encode() + b"\\n")\n            return True\n',
         ("processes/test_wait.py::test_a_worker_that_comes_after_somebody_else_at_its_address",),
     ),
-    waiting("replicas: a regulariser once per replica", LOSSES + "[regularizers-replicas]"),
-    waiting(
+    Mutant(
+        "replicas: a regulariser once per replica",
+        STEPS,
+        "scaled_penalty = penalty * scale / replicas.count()",
+        "scaled_penalty = penalty * scale",
+        (LOSSES + "[regularizers-replicas]",),
+    ),
+    Mutant(
         "replicas: means divided by the number of replicas",
-        ON_REPLICAS + "test_losses_inside_of_layers_and_metrics",
-        ON_REPLICAS + "test_an_overridden_loss",
+        "_internals.py",
+        "lambda divide, entered, value: value,",
+        "lambda divide, entered, value: divide(value),",
+        (ON_REPLICAS + "test_losses_inside_of_layers_and_metrics",),
     ),
-    waiting(
+    Mutant(
         "replicas: examples of one replica as denominator",
-        LOSSES + "[reduction-sum_over_batch_size-weights-replicas]",
+        STEPS,
+        "(examples_of_all,) = replicas.total_counts([examples])",
+        "examples_of_all = examples",
+        (LOSSES + "[reduction-sum_over_batch_size-weights-replicas]",),
     ),
-    waiting(
+    Mutant(
         "replicas: tokens of one replica as denominator",
-        LOSSES + "[mask-sum_over_batch_size-replicas]",
+        STEPS,
+        "loop.run(replicas.total_counts(counts), self._synchronized(model))",
+        "loop.run(counts, self._synchronized(model))",
+        (LOSSES + "[mask-sum_over_batch_size-replicas]",),
     ),
-    waiting(
-        "replicas: the loss of one replica in the logs", ON_REPLICAS + "test_logs_of_each_batch"
+    Mutant(
+        "replicas: the loss of one replica in the logs",
+        REPORT,
+        "    sums = engine.sum_over_replicas(sums) if sums else []\n",
+        "",
+        (ON_REPLICAS + "test_logs_of_each_batch",),
     ),
-    waiting(
-        "replicas: metrics of one replica in the logs", ON_REPLICAS + "test_logs_of_each_batch"
+    Mutant(
+        "replicas: metrics of one replica in the logs",
+        REPORT,
+        "shared(metrics, own, engine, whole=True)",
+        "shared(metrics, own, engine, whole=False)",
+        (ON_REPLICAS + "test_logs_of_each_batch",),
     ),
-    waiting(
+    Mutant(
         "replicas: the loss of one replica from value_and_gradients",
-        LOOPS + "test_the_loss_is_whole_and_gradients_sum_to_the_whole",
+        ENTRY,
+        "whole = replicas.sum_over_replicas([numerator * scale, denominator * scale])",
+        "whole = [numerator * scale, denominator * scale]",
+        (WHOLE + "[losses-sizes0-True]",),
     ),
-    waiting(
+    Mutant(
         "replicas: a part by the scale of another",
-        LOOPS + "test_the_loss_is_whole_and_gradients_sum_to_the_whole",
+        ENTRY,
+        "factor = tf.math.divide_no_nan(scale, whole[1])",
+        "factor = tf.math.divide_no_nan(replicas.from_first_replica([scale])[0], whole[1])",
+        (WHOLE,),
     ),
-    waiting(
+    Mutant(
         "replicas: moving statistics of each replica",
-        LOOPS + "test_moving_statistics_are_those_of_the_whole_batch",
+        NORM,
+        "if engine.replicas() == 1 or not moments:",
+        "if True:",
+        (STATISTICS,),
     ),
-    waiting(
+    Mutant(
         "replicas: variance between replicas left out",
-        LOOPS + "test_moving_statistics_are_those_of_the_whole_batch",
+        NORM,
+        "_times_count(own.variance + ops.square(own.mean - mean), own.count)",
+        "_times_count(own.variance, own.count)",
+        (STATISTICS,),
     ),
-    waiting(
+    Mutant(
         "replicas: seeds of each replica drift apart",
-        LOOPS + "test_moving_statistics_are_those_of_the_whole_batch",
+        "_keras/scope.py",
+        "    if engine.replicas() == 1:\n",
+        "    if True:\n",
+        (STATISTICS,),
     ),
-    waiting(
+    Mutant(
         "replicas: seeds of the first replica, which may have no examples",
-        LOOPS + "test_moving_statistics_are_those_of_the_whole_batch",
+        "_keras/scope.py",
+        'return "first" if keras.backend.is_float_dtype(variable.dtype) else "largest"',
+        'return "first"',
+        (STATISTICS,),
     ),
-    waiting(
+    Mutant(
         "replicas: batches of no fixed size with synchronized layers",
-        ON_REPLICAS + "test_synchronized_layers_need_batches_of_a_fixed_size",
+        LOOP,
+        "        checks.static_batch(examples, synchronized)\n",
+        "",
+        (ON_REPLICAS + "test_synchronized_layers_need_batches_of_a_fixed_size",),
     ),
-    waiting(
+    Mutant(
+        "replicas: different numbers of examples with synchronized layers",
+        LOOP,
+        "replicas.compare(examples, lambda all: checks.even_replicas(all, synchronized))",
+        "pass",
+        (LOOPS + "test_synchronized_layers_on_replicas_with_different_numbers_of_examples",),
+    ),
+    Mutant(
         "replicas: a warning by the size of one replica's batch",
-        ON_REPLICAS + "test_batches_that_are_single_micro_batches",
+        STEPS,
+        "self._remember(whole.examples)",
+        "self._remember(micro_batches.examples)",
+        (ON_REPLICAS + "test_logs_of_each_batch",),
     ),
-    waiting(
+    Mutant(
         "replicas: metrics made outside of the scope",
-        ON_REPLICAS + "test_parts_made_outside_of_the_scope",
+        "_keras/model.py",
+        "return [*model.variables, *model.metrics_variables, *of_optimizer]",
+        "return [*model.variables, *of_optimizer]",
+        (ON_REPLICAS + "test_parts_made_outside_of_the_scope[metrics]",),
     ),
-    waiting(
+    Mutant(
         "replicas: they meet inside of the loop",
-        ON_REPLICAS + "test_gradients_are_reduced_once",
+        LOOP,
+        "part = self._step(micro_batch, values, counts, How(alone=True))",
+        "part = self._step(micro_batch, values, counts, How())",
+        (LOOPS + "test_synchronized_layers[True]",),
     ),
-    waiting(
+    Mutant(
         "replicas: collectives of each layer by itself",
-        ON_REPLICAS + "test_moments_of_all_layers_are_reduced_at_once",
+        NORM,
+        "zip(engine.sum_over_replicas(squares), counts)",
+        "zip([engine.sum_over_replicas([square])[0] for square in squares], counts)",
+        (ON_REPLICAS + "test_moments_of_all_layers_are_reduced_at_once",),
+    ),
+    Mutant(
+        "replicas: one without examples repeats the latest part",
+        "_tensorflow/parts.py",
+        "return None if value is None else tf.nest.map_structure(tf.zeros_like, value)",
+        "return None if value is None else tf.nest.map_structure(tf.identity, value)",
+        (ON_REPLICAS + "test_eagerly_with_a_replica_without_examples",),
     ),
 ]
