@@ -263,7 +263,7 @@ MUTANTS = [
         STEPS,
         "if not models.is_built(model) and not self._has_run:",
         "if not self._has_run:",
-        (HARD + "test_eager_mode_runs_each_micro_batch_once",),
+        (HARD + "test_eager_mode_runs_each_micro_batch_once", HARD + "test_a_model_is_traced_once"),
     ),
     Mutant(
         "fit: a loss that is a number",
