@@ -73,7 +73,10 @@ MUTANTS = [
         LOSS,
         "elif not regularizes and not self._is_per_example(value, index):",
         "elif not regularizes:",
-        (LOSSES + "[add_loss-vectors-graph]",),
+        (
+            TERMS + "test_added_values_are_of_examples_only_if_there_are_more_for_more_examples",
+            LOSSES + "[add_loss-vectors-graph]",
+        ),
     ),
     Mutant(
         "fit: a penalty as large as a micro-batch taken for values of examples",
