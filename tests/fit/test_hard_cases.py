@@ -246,6 +246,7 @@ def test_eager_mode_runs_each_micro_batch_once(masked, outputs):
     _, accumulated = check(
         build, x, [y] * outputs if outputs > 1 else y, batch_size=8, run_eagerly=True
     )
+    assert accumulated.counting.calls == 1 + 2 * 3  # when it was made, and in two epochs
     accumulated.counting.calls = 0
     accumulated.fit(x, [y] * outputs if outputs > 1 else y, batch_size=8, verbose=0)
     assert accumulated.counting.calls == 3
@@ -303,6 +304,7 @@ def test_accumulate_and_release_in_the_middle_of_fit():
         sizes = Sizes()
         sizes.seen = []
         model = keras.Sequential([keras.Input([4]), sizes, layers.Dense(2)])
+        sizes.seen.clear()  # what the model was built with
         model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=True)
         model.sizes = sizes
         return model

@@ -73,7 +73,10 @@ MUTANTS = [
         LOSS,
         "elif not regularizes and not self._is_per_example(value, index):",
         "elif not regularizes:",
-        (LOSSES + "[add_loss-vectors-graph]",),
+        (
+            TERMS + "test_added_values_are_of_examples_only_if_there_are_more_for_more_examples",
+            LOSSES + "[add_loss-vectors-graph]",
+        ),
     ),
     Mutant(
         "fit: a penalty as large as a micro-batch taken for values of examples",
@@ -263,7 +266,7 @@ MUTANTS = [
         STEPS,
         "if not models.is_built(model) and not self._has_run:",
         "if not self._has_run:",
-        (HARD + "test_eager_mode_runs_each_micro_batch_once",),
+        (HARD + "test_eager_mode_runs_each_micro_batch_once", HARD + "test_a_model_is_traced_once"),
     ),
     Mutant(
         "fit: a loss that is a number",
