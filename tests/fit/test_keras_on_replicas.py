@@ -161,6 +161,23 @@ def test_on_batch(strategy):
     assert_same(plain, ours)
 
 
+@pytest.mark.filterwarnings("ignore:Nothing is being accumulated")
+def test_a_replica_without_examples_after_batches_of_another_kind(strategy):
+    """In eager mode it learns from an earlier batch what is summed: from one of the same kind."""
+    x, y = data(5)
+    weights = np.arange(5.0)
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    options = {"loss": lambda: loss, "run_eagerly": True}
+    plain = macrobatch.release(compiled(tf.distribute.get_strategy(), **options))
+    ours = compiled(strategy, **options)
+    for model in (plain, ours):
+        model.train_on_batch(x, y, sample_weight=weights)
+        for _ in range(2):
+            model.train_on_batch(x[:1], y[:1])
+            model.train_on_batch(x[:1], y[:1], sample_weight=weights[1:2])
+    assert_same(plain, ours)
+
+
 def test_a_distributed_dataset(strategy):
     x, y = data(20)
     plain = macrobatch.release(compiled(tf.distribute.get_strategy()))
