@@ -13,10 +13,9 @@ from macrobatch._keras.losses import (
     Count,
     MicroBatch,
     Terms,
-    activity_losses_are_means,
-    mask_padding,
 )
 from macrobatch._keras.model import ModelStep
+from macrobatch._keras.probes import activity_losses_are_means, mask_padding
 from macrobatch._types import Engine, Whole
 
 Y_TRUE = np.random.default_rng(0).normal(size=(6, 4, 2))

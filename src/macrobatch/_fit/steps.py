@@ -13,8 +13,8 @@ from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
 from macrobatch._fit import build, checks, padding
 from macrobatch._keras import checks as keras_checks
-from macrobatch._keras import losses, report
 from macrobatch._keras import model as models
+from macrobatch._keras import probes, report
 from macrobatch._keras.model import ModelStep
 from macrobatch._tensorflow import checks as tensorflow_checks
 from macrobatch._tensorflow import graph, loop_checks, replicas, sums, update
@@ -35,7 +35,7 @@ class Steps:
     """
 
     def __init__(self, model: Any, cut: Cut, micro_batch_weight: Optional[Callable[..., Any]]):
-        losses.probe()
+        probes.probe()
         self.model = model
         self.cut = cut
         self.micro_batch_weight = micro_batch_weight
