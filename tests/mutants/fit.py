@@ -271,8 +271,8 @@ MUTANTS = [
     Mutant(
         "fit: a loss that is a number",
         LOSS,
-        "values = ops.convert_to_tensor(loss.call(*args))",
-        "values = loss.call(*args)",
+        "values = ops.convert_to_tensor(found, loss.dtype if are_numbers[-1] else None)",
+        "values = found",
         (TERMS + "test_a_loss_may_be_a_number",),
     ),
     Mutant(

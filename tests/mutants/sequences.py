@@ -48,7 +48,7 @@ MUTANTS = [
     ),
     Mutant(
         "lengths: labels cut in the batch that happens to be as wide",
-        PADDING,
+        "_tensorflow/memory.py",
         "variable.assign(tf.maximum(replicas.read(variable), now))",
         "variable.assign(now)",
         ("fit/test_hard_cases.py::test_labels_stay_whole_in_the_batch_that_happens_to_be_as_wide",),
