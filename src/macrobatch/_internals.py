@@ -73,6 +73,12 @@ def _batch_normalization() -> Any:
     return keras.layers.BatchNormalization
 
 
+def _resource_variable() -> Any:
+    from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
+
+    return BaseResourceVariable
+
+
 def _operation() -> Any:
     import keras
 
@@ -126,6 +132,26 @@ with_calls = Patch(
     "__call__",
     lambda call, instead, *args, **kwargs: instead(call, *args, **kwargs),
 )
+
+# The methods that write a variable of TensorFlow. Nothing else tells that one is written.
+_WRITES = ("assign", "assign_add", "assign_sub", "scatter_update", "scatter_nd_update")
+_writes = [
+    Patch(
+        _resource_variable,
+        name,
+        lambda write, instead, *args, **kwargs: instead(write, *args, **kwargs),
+    )
+    for name in _WRITES
+]
+
+
+@contextlib.contextmanager
+def with_writes(instead: Callable[..., Any]) -> Iterator[None]:
+    """Calls a function instead of each method that writes a variable of TensorFlow."""
+    with contextlib.ExitStack() as stack:
+        for patch in _writes:
+            stack.enter_context(patch(instead))
+        yield
 
 
 # Models

@@ -12,6 +12,7 @@ from macrobatch._keras import checks as keras_checks
 from macrobatch._keras import stateless
 from macrobatch._keras.scope import Written
 from macrobatch._keras.sequences import low_precision
+from macrobatch._meeting import OfLossFn
 from macrobatch._tensorflow import checks, graph, replicas, sums, trial
 from macrobatch._tensorflow import loss_fn as loss_fns
 from macrobatch._tensorflow.engine import ENGINE
@@ -202,6 +203,7 @@ def _value_and_gradients(
         trial.check_once(user_fn, weights, micro_batches, check)
         part = loop.run([], _synchronized(written))
     _warn(written)
+    OfLossFn(user_fn, trained, has_aux).check(batch, examples, cut.size)
     numerator: Tensor
     denominator: Tensor
     numerator, denominator, *gradients = part.sums

@@ -1,0 +1,116 @@
+"""The trial of fit() whether examples meet: once for what is compiled, after the first batch, with
+some examples of that batch, outside of any graph. So one way serves all kinds of fit.
+"""
+
+from typing import Any, Callable, Optional
+
+import keras
+import tensorflow as tf
+
+from macrobatch import _checks, _internals
+from macrobatch._batches.cut import Cut
+from macrobatch._keras import meeting, meeting_checks
+from macrobatch._keras import model as models
+from macrobatch._keras.sequences import low_precision
+from macrobatch._keras.tried import Tried
+from macrobatch._meeting import verdict_of
+from macrobatch._tensorflow.engine import ENGINE
+from macrobatch._tensorflow.tap import Tap
+from macrobatch._types import Batch
+
+
+class Meeting:
+    """The trial of one model.
+
+    Attributes:
+        with_losses: whether losses are tried too, and not only layers.
+    """
+
+    def __init__(self, model: Any, cut: Cut, strategy: Any, with_losses: bool = True):
+        self._model, self._cut, self._strategy = model, cut, strategy
+        self.with_losses = with_losses
+        self._tap = Tap(self._receive)
+        self._rows: Optional[Batch] = None
+
+    def start(self) -> None:
+        """Lets a trial be made with the next batch."""
+        self._rows = None
+        self._tap.open()
+
+    def watching(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A function of a batch that lets the trial have its first examples."""
+
+        @tf.autograph.experimental.do_not_convert
+        def watched(data: Any) -> Any:
+            self._tap(self._parts(data), 2 * self._most())
+            return step(data)
+
+        return watched
+
+    def _parts(self, data: Any) -> Any:
+        """The parts of a batch that the replicas of this process have."""
+        if self._strategy is None:
+            return [data]
+        flat = tf.nest.flatten(data)
+        parts = [
+            [leaf] if leaf is None else self._strategy.experimental_local_results(leaf)
+            for leaf in flat
+        ]
+        count = max(map(len, parts))
+        return [
+            tf.nest.pack_sequence_as(data, [of_leaf[i % len(of_leaf)] for of_leaf in parts])
+            for i in range(count)
+        ]
+
+    def _most(self) -> int:
+        """The most examples that a micro-batch of the trial has."""
+        declared = self._declared()
+        return declared or meeting.size_of(self._cut.size or meeting.MOST)
+
+    def _declared(self) -> Optional[int]:
+        """The number of examples that the model says it takes, if it does."""
+        sizes = [tensor.shape[0] for tensor in models.inputs_of(self._model) if tensor.shape]
+        return next((size for size in sizes if size is not None), None)
+
+    def _receive(self, rows: Batch) -> None:
+        if ENGINE.examples(rows) > 1 and self._rows is None:  # one alone shows nothing
+            self._rows = rows
+
+    def try_once(self, micro_batch_weight: Optional[Callable[..., Any]]) -> None:
+        """Makes the trial, once there are examples for it."""
+        if self._rows is None:
+            return
+        batch = keras.utils.unpack_x_y_sample_weight(self._rows)
+        self._rows = None
+        self._tap.close()
+        size = self._size(batch)
+        # A model that says how many examples it takes is tried with as many.
+        groups = meeting.groups(batch, ENGINE.examples(batch), size, ENGINE)
+        if groups is None or groups.size != (self._declared() or groups.size):
+            return
+        tried = Tried(self._model, ENGINE, micro_batch_weight, self.with_losses)
+        for message in self._messages(tried, groups):
+            _checks.warn_once(self._model, message)
+
+    def _size(self, batch: Batch) -> int:
+        most = self._most()
+        if self._cut.tokens is None or self._cut.axis is None:
+            return most
+        # Examples are as long here as the longest of the batch.
+        lengths = [
+            leaf.shape[self._cut.axis]
+            for leaf in tf.nest.flatten(batch)
+            if isinstance(leaf, tf.Tensor) and len(leaf.shape) > self._cut.axis
+        ]
+        return max(2, min(most, self._cut.tokens // max([1, *lengths])))
+
+    def _messages(self, tried: Tried, groups: meeting.Groups) -> Any:
+        is_coarse = low_precision(_internals.layers_of(self._model))
+        try:
+            verdict = verdict_of(tried.found, groups, is_coarse)
+        except Exception as error:  # Training goes on: the model has just been trained on a batch.
+            return [meeting_checks.failed(groups.size, error)]
+        causes = tried.causes(verdict)
+        messages = [meeting_checks.layers(causes.layers)] if causes.layers else []
+        messages += [meeting_checks.losses(causes.losses)] if causes.losses else []
+        return [*messages, *([meeting_checks.RANDOM] if verdict.is_random else [])]
