@@ -2,15 +2,16 @@
 a batch that may be in a graph.
 """
 
-from typing import Any, Callable, List, Optional, Sequence
+from typing import Any, Callable, List, Sequence
 
 import tensorflow as tf
 
 from macrobatch import _checks
+from macrobatch._batches.cut import Cut
 from macrobatch._keras import meeting, meeting_checks, stateless
 from macrobatch._keras.scope import Written
 from macrobatch._keras.sequences import low_precision
-from macrobatch._tensorflow import graph
+from macrobatch._tensorflow import graph, replicas
 from macrobatch._tensorflow import loss_fn as loss_fns
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.tap import Tap, unchanged
@@ -32,6 +33,25 @@ def verdict_of(
         return meeting.find(run, groups, ENGINE, is_coarse)
 
 
+def is_cut(examples: Size, cut: Cut, several: bool) -> bool:
+    """Whether a batch is cut at all. If not, examples may meet as much as they like."""
+    return several or cut.size is None or examples > cut.size
+
+
+def size_of(cut: Cut, batch: Batch) -> int:
+    """The number of examples in a micro-batch of a trial."""
+    size = meeting.size_of(cut.size or meeting.MOST)
+    if cut.tokens is None or cut.axis is None:
+        return size
+    # Examples are as long here as the longest of the batch.
+    lengths = [
+        leaf.shape[cut.axis]
+        for leaf in tf.nest.flatten(batch)
+        if isinstance(leaf, tf.Tensor) and len(leaf.shape) > cut.axis
+    ]
+    return max(2, min(size, cut.tokens // max([1, *lengths])))
+
+
 _done = Done()
 
 
@@ -43,29 +63,32 @@ class OfLossFn:
         # A lambda may be made anew for each call, a closure for each model.
         self._code = getattr(loss_fn, "__code__", loss_fn)
 
-    def check(self, batch: Batch, examples: Size, micro_batch_size: Optional[int]) -> None:
+    def check(self, batch: Batch, examples: Size, cut: Cut) -> Any:
         """Warns, now or when the graph runs, if examples of a batch meet.
 
         XLA calls no Python. There, nothing is known.
-        """
-        one = isinstance(examples, int) and examples <= (micro_batch_size or 1)
-        if one or graph.in_xla() or self._is_done():
-            return
-        size = meeting.size_of(micro_batch_size or 1)
-        if tf.executing_eagerly():
-            self._try(batch, size)
-            return
 
-        def receive(rows: Batch) -> None:
-            if ENGINE.examples(rows) > 1:
+        Returns:
+            what is there once the trial has been made. Variables must not be written before.
+        """
+        several = replicas.in_several()
+        if graph.in_xla() or self._is_done():
+            return ()
+        if tf.executing_eagerly():
+            if is_cut(examples, cut, several) and examples > 1:
+                self._try(batch, size_of(cut, batch))
+            return ()
+
+        def receive(rows: Batch, examples: int) -> None:
+            if is_cut(examples, cut, several) and examples > 1:
                 tap.close()
                 if not self._is_done():  # by another replica, or by another trace
-                    self._try(rows, size)
+                    self._try(rows, size_of(cut, rows))
 
         tap = Tap(receive)
         # A graph refers to variables, but does not keep them.
         tf.compat.v1.add_to_collection("macrobatch", tap)
-        tap([batch], 2 * size)
+        return tap([batch], 2 * meeting.MOST)
 
     def _is_done(self) -> bool:
         return _done.has(self._code, None, self._variables)

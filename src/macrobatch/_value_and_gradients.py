@@ -203,7 +203,6 @@ def _value_and_gradients(
         trial.check_once(user_fn, weights, micro_batches, check)
         part = loop.run([], _synchronized(written))
     _warn(written)
-    OfLossFn(user_fn, trained, has_aux).check(batch, examples, cut.size)
     numerator: Tensor
     denominator: Tensor
     numerator, denominator, *gradients = part.sums
@@ -218,7 +217,12 @@ def _value_and_gradients(
         gradient = sums.merge_rows(sums.scaled(gradient, factor))
         found.append(sums.cast(gradient, weight.dtype))
     with after((loss, found, part)):
+        tried = OfLossFn(user_fn, trained, has_aux).check(batch, examples, cut)
+    # Nothing is written while the function is being tried.
+    with after((loss, found, part, tried)):
         written.write(part.written[1:], part.moments)
+        if tf.is_tensor(tried):
+            found = [None if gradient is None else tf.identity(gradient) for gradient in found]
     found = tf.nest.pack_sequence_as(variables, found)
     return ((loss, part.aux) if has_aux else loss), found
 

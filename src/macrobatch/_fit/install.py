@@ -148,9 +148,7 @@ class Accumulation(Steps):
     def _watching(self) -> Iterator[None]:
         """Lets the trial whether examples meet have the batches of a function that Keras makes."""
         passing = getattr(self.model, _internals.STEPPING)
-        setattr(
-            self.model, _internals.STEPPING, lambda step: passing(self.meeting.watching(step))
-        )
+        setattr(self.model, _internals.STEPPING, lambda step: passing(self.meeting.watching(step)))
         try:
             yield
         finally:

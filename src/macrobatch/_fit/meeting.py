@@ -13,7 +13,7 @@ from macrobatch._keras import meeting, meeting_checks
 from macrobatch._keras import model as models
 from macrobatch._keras.sequences import low_precision
 from macrobatch._keras.tried import Tried
-from macrobatch._meeting import verdict_of
+from macrobatch._meeting import is_cut, size_of, verdict_of
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.tap import Tap
 from macrobatch._types import Batch
@@ -42,7 +42,7 @@ class Meeting:
 
         @tf.autograph.experimental.do_not_convert
         def watched(data: Any) -> Any:
-            self._tap(self._parts(data), 2 * self._most())
+            self._tap(self._parts(data), 2 * (self._declared() or meeting.MOST))
             return step(data)
 
         return watched
@@ -62,18 +62,15 @@ class Meeting:
             for i in range(count)
         ]
 
-    def _most(self) -> int:
-        """The most examples that a micro-batch of the trial has."""
-        declared = self._declared()
-        return declared or meeting.size_of(self._cut.size or meeting.MOST)
-
     def _declared(self) -> Optional[int]:
         """The number of examples that the model says it takes, if it does."""
         sizes = [tensor.shape[0] for tensor in models.inputs_of(self._model) if tensor.shape]
         return next((size for size in sizes if size is not None), None)
 
-    def _receive(self, rows: Batch) -> None:
-        if ENGINE.examples(rows) > 1 and self._rows is None:  # one alone shows nothing
+    def _receive(self, rows: Batch, examples: int) -> None:
+        several = self._strategy is not None and self._strategy.num_replicas_in_sync > 1
+        # One example alone shows nothing.
+        if self._rows is None and examples > 1 and is_cut(examples, self._cut, several):
             self._rows = rows
 
     def try_once(self, micro_batch_weight: Optional[Callable[..., Any]]) -> None:
@@ -83,26 +80,14 @@ class Meeting:
         batch = keras.utils.unpack_x_y_sample_weight(self._rows)
         self._rows = None
         self._tap.close()
-        size = self._size(batch)
-        # A model that says how many examples it takes is tried with as many.
+        size = self._declared() or size_of(self._cut, batch)
         groups = meeting.groups(batch, ENGINE.examples(batch), size, ENGINE)
-        if groups is None or groups.size != (self._declared() or groups.size):
+        # A model that says how many examples it takes cannot be tried with fewer.
+        if groups is None or groups.size < (self._declared() or 0):
             return
         tried = Tried(self._model, ENGINE, micro_batch_weight, self.with_losses)
         for message in self._messages(tried, groups):
             _checks.warn_once(self._model, message)
-
-    def _size(self, batch: Batch) -> int:
-        most = self._most()
-        if self._cut.tokens is None or self._cut.axis is None:
-            return most
-        # Examples are as long here as the longest of the batch.
-        lengths = [
-            leaf.shape[self._cut.axis]
-            for leaf in tf.nest.flatten(batch)
-            if isinstance(leaf, tf.Tensor) and len(leaf.shape) > self._cut.axis
-        ]
-        return max(2, min(most, self._cut.tokens // max([1, *lengths])))
 
     def _messages(self, tried: Tried, groups: meeting.Groups) -> Any:
         is_coarse = low_precision(_internals.layers_of(self._model))

@@ -265,8 +265,7 @@ class _Comparison:
 
     def _along_any(self, values: Sequence[Tensor]) -> Optional[bool]:
         if all(
-            each.shape == values[0].shape
-            and _close(values[0], each, self._tolerance(each).rows)
+            each.shape == values[0].shape and _close(values[0], each, self._tolerance(each).rows)
             for each in values[1:]
         ):
             return True

@@ -19,11 +19,12 @@ class Tap:
     It works eagerly and in a graph, where many batches run through it. XLA compiles no such thing.
     """
 
-    def __init__(self, receive: Callable[[Batch], None]):
+    def __init__(self, receive: Callable[[Batch, int], None]):
         """Opens it.
 
         Args:
-            receive: a function of a batch with the first examples, which may close the tap.
+            receive: a function of a batch with the first examples, and of how many there were.
+                It may close the tap.
         """
         self._receive = receive
         self._closed = replicas.variable(None, [], tf.int32, "tap_is_closed")
@@ -36,8 +37,8 @@ class Tap:
         """Lets no batch be handed over."""
         self._closed.assign(1)
 
-    def __call__(self, batches: Sequence[Batch], examples: int) -> None:
-        """Lets batches through.
+    def __call__(self, batches: Sequence[Batch], examples: int) -> Any:
+        """Hands batches over, if the tap is open. What it returns is there afterwards.
 
         Args:
             batches: one, or the parts of one that the replicas of this process have.
@@ -45,18 +46,20 @@ class Tap:
         """
 
         def hand_over() -> None:
-            rows = [_first(graph.to_tensors(batch), examples) for batch in batches]
+            parts = [graph.to_tensors(batch) for batch in batches]
+            rows = [_first(part, examples) for part in parts]
+            total = sum(_examples(part) for part in parts)
             if tf.executing_eagerly():
-                self._receive(_joined(rows))
+                self._receive(_joined(rows), int(total))
                 return
 
-            def received(*tensors: Any) -> None:
-                self._receive(_joined(packed(rows, tensors)))
+            def received(total: Any, *tensors: Any) -> None:
+                self._receive(_joined(packed(rows, tensors)), int(total))
 
-            tf.py_function(received, tensors_of(rows), Tout=[])
+            tf.py_function(received, [total, *tensors_of(rows)], Tout=[])
 
         with tf.device("CPU:0"):
-            graph.when(tf.equal(replicas.read(self._closed), 0), hand_over)
+            return graph.when(tf.equal(replicas.read(self._closed), 0), hand_over)
 
 
 def _first(batch: Batch, examples: int) -> Batch:
@@ -64,6 +67,10 @@ def _first(batch: Batch, examples: int) -> Batch:
         lambda leaf: None if leaf is None else leaves.slice_of(leaf, 0, examples, static=False),
         batch,
     )
+
+
+def _examples(batch: Batch) -> Any:
+    return leaves.examples_of(next(leaf for leaf in tf.nest.flatten(batch) if leaf is not None))
 
 
 def _joined(parts: List[Batch]) -> Batch:
