@@ -9,7 +9,7 @@ few examples tell it. Random layers draw the same in each of them, since no run 
 each example stays in its place. Layers are looked at one by one only if anything differs.
 """
 
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import keras
 from keras import ops, tree
@@ -78,7 +78,7 @@ class Groups(NamedTuple):
     first: int
     size: int
 
-    def halves(self, axis: int, shape: Sequence[Optional[int]]) -> Optional[int]:
+    def start_of_last(self, axis: int, shape: Sequence[int]) -> Optional[int]:
         """Where b starts along an axis; None if the axis cannot be that of the examples."""
         if len(shape) <= axis or not shape[axis] or shape[axis] % self.size:
             return None
@@ -218,19 +218,19 @@ class _Comparison:
         shape = values[0].shape
         if any(each.shape != shape for each in values):  # ragged inputs have various lengths
             return None
-        tolerance = self._tolerance(values[0]).rows
-        starts = [(axis, self._groups.halves(axis, shape)) for axis in axes]
-        starts = [pair for pair in starts if pair[1] is not None]
-        if not starts:
+        starts = {axis: self._groups.start_of_last(axis, shape) for axis in axes}
+        known = [(axis, start) for axis, start in starts.items() if start is not None]
+        if not known:
             return None
-        pairs = [((0, 2), 0), ((1, 3), 0), ((0, 1), 1), ((2, 3), 1)]
-        return any(
-            all(
-                _close(*(_half(values[i], axis, start, last) for i in two), tolerance)
-                for two, last in pairs
-            )
-            for axis, start in starts
-        )
+        return any(self._are_own(values, axis, start) for axis, start in known)
+
+    def _are_own(self, values: Sequence[Tensor], axis: int, start: int) -> bool:
+        """Whether each group has the same beside one group and beside the other."""
+        firsts, lasts = zip(*(_halves(each, axis, start) for each in values))
+        pairs = [(firsts[0], firsts[2]), (firsts[1], firsts[3])]
+        pairs += [(lasts[0], lasts[1]), (lasts[2], lasts[3])]
+        tolerance = self._tolerance(values[0]).rows
+        return all(_close(one, other, tolerance) for one, other in pairs)
 
     def differ(self, some: Found, others: Found) -> bool:
         """Whether two runs of the same examples differ."""
@@ -278,13 +278,14 @@ class _Comparison:
         """
         made: List[List[Tensor]] = [[], [], [], []]
         for own, *_, other in zip(*(call.outputs for call in same)):
-            start = self._groups.halves(0, own.shape)
+            start = self._groups.start_of_last(0, own.shape)
             if start is None or own.shape != other.shape or not same[0].is_dense:
                 return None
-            pairs = [(own, own), (other, own), (own, other), (other, other)]
-            for place, (first, last) in enumerate(pairs):
-                halves = [_half(first, 0, start, 0), _half(last, 0, start, 1)]
-                made[place].append(ops.concatenate(halves, 0))
+            a, b = _halves(own, 0, start)
+            other_a, other_b = _halves(other, 0, start)
+            groups = [(a, b), (other_a, b), (a, other_b), (other_a, other_b)]
+            for outputs, pair in zip(made, groups):
+                outputs.append(ops.concatenate(pair, 0))
         return made
 
     def _tolerance(self, value: Tensor) -> Tolerance:
@@ -294,9 +295,10 @@ class _Comparison:
         return DOUBLE if name == "float64" else SINGLE
 
 
-def _half(values: Tensor, axis: int, start: int, last: int) -> Tensor:
-    part = slice(start, None) if last else slice(start)
-    return values[(slice(None),) * axis + (part,)]
+def _halves(values: Tensor, axis: int, start: int) -> Tuple[Tensor, Tensor]:
+    """What is before and what is behind a place along an axis."""
+    before = (slice(None),) * axis
+    return values[(*before, slice(start))], values[(*before, slice(start, None))]
 
 
 def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
