@@ -21,8 +21,9 @@ from macrobatch._types import Batch, BatchEngine, Tensor
 # Anything else must have the examples first, each with rows of its own.
 Found = Dict[str, Tensor]
 
-# Of a trial. More examples would cost more, and show nothing else.
-FEWEST, MOST = 4, 16
+# Examples in a micro-batch of the trial. Of too few, none may have a partner, or lack room. Without
+# gradients, some are in less memory than one is in training.
+FEWEST, MOST = 8, 16
 # How many layers a message names.
 NAMED = 3
 
@@ -298,7 +299,8 @@ class _Comparison:
 def _halves(values: Tensor, axis: int, start: int) -> Tuple[Tensor, Tensor]:
     """What is before and what is behind a place along an axis."""
     before = (slice(None),) * axis
-    return values[(*before, slice(start))], values[(*before, slice(start, None))]
+    first, last = (*before, slice(start)), (*before, slice(start, None))
+    return values[first], values[last]
 
 
 def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:

@@ -3,6 +3,7 @@ for a trial, which leaves all variables as they were.
 """
 
 import contextlib
+import weakref
 from typing import Any, Callable, Dict, Iterator, List, Sequence, Tuple
 
 import tensorflow as tf
@@ -45,16 +46,23 @@ class Tap:
             examples: how many examples of each part to hand over, at most.
         """
 
+        parts = [graph.to_tensors(batch) for batch in batches]
+        if not all(leaf is None or leaf.shape.rank for leaf in tf.nest.flatten(parts)):
+            return tf.constant(True)  # no batch at all: the step will say so
+
         def hand_over() -> None:
-            parts = [graph.to_tensors(batch) for batch in batches]
             rows = [_first(part, examples) for part in parts]
             total = sum(_examples(part) for part in parts)
             if tf.executing_eagerly():
                 self._receive(_joined(rows), int(total))
                 return
+            # TensorFlow keeps the function for as long as the process lives.
+            like, reference = graph.specs_of(rows), weakref.ref(self)
 
             def received(total: Any, *tensors: Any) -> None:
-                self._receive(_joined(packed(rows, tensors)), int(total))
+                tap = reference()
+                if tap is not None:
+                    tap._receive(_joined(packed(like, tensors)), int(total))
 
             tf.py_function(received, [total, *tensors_of(rows)], Tout=[])
 
