@@ -2,7 +2,7 @@
 some examples of that batch, outside of any graph. So one way serves all kinds of fit.
 """
 
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Iterator, List, Optional
 
 import keras
 import tensorflow as tf
@@ -80,22 +80,28 @@ class Meeting:
         batch = keras.utils.unpack_x_y_sample_weight(self._rows)
         self._rows = None
         self._tap.close()
-        size = self._declared() or size_of(self._cut, batch)
-        groups = meeting.groups(batch, ENGINE.examples(batch), size, ENGINE)
-        # A model that says how many examples it takes cannot be tried with fewer.
-        if groups is None or groups.size < (self._declared() or 0):
-            return
         tried = Tried(self._model, ENGINE, micro_batch_weight, self.with_losses)
-        for message in self._messages(tried, groups):
+        for message in self._messages(tried, batch):
             _checks.warn_once(self._model, message)
 
-    def _messages(self, tried: Tried, groups: meeting.Groups) -> Any:
+    def _messages(self, tried: Tried, batch: Batch) -> List[str]:
         is_coarse = low_precision(_internals.layers_of(self._model))
-        try:
-            verdict = verdict_of(tried.found, groups, is_coarse)
-        except Exception as error:  # Training goes on: the model has just been trained on a batch.
-            return [meeting_checks.failed(groups.size, error)]
-        causes = tried.causes(verdict)
-        messages = [meeting_checks.layers(causes.layers)] if causes.layers else []
-        messages += [meeting_checks.losses(causes.losses)] if causes.losses else []
-        return [*messages, *([meeting_checks.RANDOM] if verdict.is_random else [])]
+        messages: List[str] = []
+        for groups in self._groups(batch):
+            try:
+                verdict = verdict_of(tried.found, groups, is_coarse)
+            except Exception as error:  # The model has been trained on a batch: that goes on.
+                messages = [meeting_checks.failed(groups.size, error)]
+                continue
+            return meeting_checks.messages(*tried.causes(verdict), verdict.is_random)
+        return messages
+
+    def _groups(self, batch: Batch) -> Iterator[meeting.Groups]:
+        """Groups of examples to try, of a size that suits the trial and of one that is trained."""
+        declared, examples = self._declared(), ENGINE.examples(batch)
+        sizes = [size_of(self._cut, batch), max(2, self._cut.size or 2)]
+        for size in dict.fromkeys(sizes) if declared is None else [declared]:
+            groups = meeting.groups(batch, examples, size, ENGINE)
+            # A model that says how many examples it takes cannot be tried with fewer.
+            if groups is not None and groups.size >= (declared or 0):
+                yield groups

@@ -45,7 +45,6 @@ class Tap:
             batches: one, or the parts of one that the replicas of this process have.
             examples: how many examples of each part to hand over, at most.
         """
-
         parts = [graph.to_tensors(batch) for batch in batches]
         if not all(leaf is None or leaf.shape.rank for leaf in tf.nest.flatten(parts)):
             return tf.constant(True)  # no batch at all: the step will say so
