@@ -153,7 +153,7 @@ def _outcome(model: WholeBatchStep, cut: Batch, uncut: Batch, moves: bool) -> tr
         found = model.loss(uncut, outputs, list(passed.totals), values, examples, moved)
     gradients = [] if moves else tape.gradient(found.loss, weights)
     results: Dict[str, List[Tensor]] = {"loss": [found.loss, *trial.comparable(gradients)]}
-    after = dict(zip(map(id, model.variables_of_loss), found.written))
+    after = found.state_of(model.written_by_loss.variables)
     for metric in without(models.metrics_of(model.model), report.trackers_of(model.model)):
         states = [after.get(id(variable)) for variable in metric.variables]
         results.setdefault(metric.name, []).extend(v for v in states if v is not None)

@@ -1,4 +1,4 @@
-"""What layers give to `add_loss`, and what it is of a batch: values of examples, a mean or a sum."""
+"""What layers give to `add_loss`, and what it is of a batch: values of examples, a mean, a sum."""
 
 from typing import Any, Callable, List, NamedTuple, Optional, Tuple
 

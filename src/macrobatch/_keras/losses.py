@@ -14,7 +14,6 @@ masked, sums of weights.
 import functools
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Set
 
-import keras
 from keras import ops
 
 from macrobatch import _internals

@@ -1,9 +1,9 @@
-"""A Keras model whose loss sees the whole batch: the forward pass of a micro-batch, and the loss and
-the metrics of all predictions, each from values to values.
+"""A Keras model whose loss sees the whole batch: the forward pass of a micro-batch, and the loss
+and the metrics of all predictions, each from values to values.
 """
 
 import functools
-from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
 
 import keras
 from keras import ops, tree
@@ -14,7 +14,8 @@ from macrobatch._keras.added import AddedLosses
 from macrobatch._keras.losses import share_of
 from macrobatch._keras.model import unexplained, variables_of
 from macrobatch._keras.report import overrides
-from macrobatch._keras.scope import Written, is_part, shared, without
+from macrobatch._keras.scope import without
+from macrobatch._keras.two_stages import TwoStages
 from macrobatch._types import Batch, Engine, Forward, Logs, Size, Tensor, Variable, Whole, names
 
 
@@ -38,14 +39,17 @@ class Found(NamedTuple):
     Attributes:
         loss: the loss.
         logs: what compute_metrics returned.
-        written: for each variable of the loss, the value after it; None if it did not change.
-        moments: of the inputs of BatchNormalization layers that the loss itself calls.
+        run: what their run has left in variables.
     """
 
     loss: Tensor
     logs: Logs
-    written: List[Optional[Tensor]]
-    moments: List[Any]
+    run: stateless.Result
+
+    def state_of(self, variables: List[Variable]) -> Dict[int, Tensor]:
+        """The values of those of the variables that changed, by id."""
+        pairs = zip(variables, self.run.written)
+        return {id(variable): value for variable, value in pairs if value is not None}
 
 
 class WholeBatchStep:
@@ -54,6 +58,7 @@ class WholeBatchStep:
     Attributes:
         trained: the variables to be trained.
         written: the other variables, and what is known of how the forward pass writes them.
+        written_by_loss: likewise, of the loss and the metrics.
         needs_inputs: whether code of the user's may ask for the inputs of the whole batch.
     """
 
@@ -61,8 +66,9 @@ class WholeBatchStep:
         self.model, self.training, self._engine = model, training, engine
         self.trained = list(model.trainable_weights) if training else []
         variables = without(variables_of(model), model.trainable_weights)
-        self.written = Written(variables, self.trained, engine)
-        self._of_loss = Written(variables, self.trained, engine)
+        self._stages = TwoStages(variables, self.trained, engine)
+        self.written, self.written_by_loss = self._stages.forward, self._stages.loss
+        self.fits = self._stages.fits
         layers = functools.partial(_internals.layers_of, model)
         self._added = AddedLosses(layers, self._predict, self.written, engine)
         # Of each value that was given to `add_loss`: the layer, and the kind.
@@ -73,10 +79,6 @@ class WholeBatchStep:
     def values(self) -> List[Tensor]:
         """What goes into the first forward pass: the values of all variables but the trained."""
         return self.written.values()
-
-    def fits(self, values: List[Tensor]) -> bool:
-        """Whether a run has found nothing more that must go into it."""
-        return len(values) == len(self.written.variables)
 
     def _predict(self, micro_batch: Batch) -> Any:
         return _internals.predictions(self.model, micro_batch[0], self.training)
@@ -118,7 +120,8 @@ class WholeBatchStep:
             return Outputs(y_pred, masks, vectors), totals
 
         result = stateless.run(code, self.written, values, alone, drops, weights)
-        return Forward(*result.value, result.written, result.moments)
+        outputs, totals = result.value
+        return Forward(outputs, totals, result.written, result.moments)
 
     def loss(
         self,
@@ -150,11 +153,9 @@ class WholeBatchStep:
                 _internals.loss_tracker(model).update_state(tracked, sample_weight=examples)
                 return loss, model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
 
-        self._of_loss.variables = list(self.written.variables)
-        result = stateless.run(code, self._of_loss, values, weights=weights)
-        loss, logs = result.value
-        logs = tree.map_structure(ops.convert_to_tensor, logs)
-        return Found(loss, logs, result.written, result.moments)
+        run = self._stages.run_loss(code, values, weights)
+        loss, logs = run.value
+        return Found(loss, tree.map_structure(ops.convert_to_tensor, logs), run)
 
     def _with_losses_and_masks(self, outputs: Outputs, totals: List[Tensor]) -> Any:
         """The predictions, in a scope in which layers have given their values to `add_loss`."""
@@ -168,42 +169,14 @@ class WholeBatchStep:
         return outputs.y_pred
 
     def values_for_loss(self, written: Sequence[Optional[Tensor]]) -> List[Tensor]:
-        """The values of all variables after the forward passes: on all replicas the same.
-
-        Args:
-            written: what the first pass has left, on this replica.
-        """
-        values = self.values()
-        for i, value in enumerate(written):
-            values[i] = values[i] if value is None else value
-        if self._engine.replicas() == 1:
-            return values
-        pairs = zip(self.written.variables, written)
-        # Of frozen weights, which may be many, all replicas have the same anyway.
-        places = [i for i, (v, new) in enumerate(pairs) if new is not None or is_part(v)]
-        variables = [self.written.variables[i] for i in places]
-        own = [values[i] for i in places]
-        for i, value in zip(places, shared(variables, own, self._engine, whole=True)):
-            values[i] = value
-        return values
+        """The values of all variables after the forward passes, which have left these."""
+        return self._stages.between(written)
 
     def write(
         self, written: Sequence[Optional[Tensor]], moments: Sequence[Any], found: Found
     ) -> None:
-        """Writes what the forward passes and the loss have left.
-
-        What replicas hold parts of, as they do of metrics, the first one holds all of: each has
-        computed it of the whole batch.
-        """
-        of_forward = [*written, *[None] * (len(found.written) - len(written))]
-        engine = self._engine
-        by_loss = [
-            engine.on_first_replica(value) if value is not None and is_part(variable) else value
-            for variable, value in zip(self._of_loss.variables, found.written)
-        ]
-        last = [new if old is None else old for old, new in zip(by_loss, of_forward)]
-        self.written.write([], moments)
-        self._of_loss.write(last, found.moments)
+        """Writes what the forward passes have left, and what the loss has."""
+        self._stages.write(written, moments, found.run)
 
     def __call__(
         self,
@@ -220,11 +193,6 @@ class WholeBatchStep:
         return passed, self.loss(
             micro_batch, passed.outputs, list(passed.totals), self.values(), examples, weights
         )
-
-    @property
-    def variables_of_loss(self) -> List[Variable]:
-        """The variables whose values after the loss are known, in their order."""
-        return self._of_loss.variables
 
     @property
     def inexact(self) -> List[str]:

@@ -46,25 +46,18 @@ def depends_on_padding(name: str, hint: str, lengths_are_given: bool) -> str:
     )
 
 
-# Operations of TensorFlow that draw other numbers each time. Keras' layers and keras.random draw from
-# seeds that are values, tf.random.stateless_uniform and the like from their arguments.
-DRAWING = re.compile(
-    "^(Random(?!Dataset|SeedGen|ShuffleQ)|Rng|Stateful(?!Part)|Multinom|.*Trunc.*Normal$)"
-)
+# Operations that draw other numbers each time. Those of Keras draw from seeds, which are values,
+# and tf.random.stateless_uniform and the like from their arguments.
+DRAWING = re.compile("(Random|Rng|Stateful(?!Part)|Multinomial|(Parameterized)?TruncatedNormal)")
 
 
 def draws_nothing_anew(operations: Iterable[str]) -> None:
     """Raises for a forward pass whose second run would draw other random numbers."""
-    drawing = sorted(each for each in operations if is_drawing(each))
+    drawing = sorted(each for each in operations if DRAWING.match(each))
     if drawing:
         raise ValueError(
             f"{_SAME_TWICE} Received: a forward pass with {drawing}. {_DRAW_FROM_SEEDS}"
         )
-
-
-def is_drawing(operation: str) -> bool:
-    """Whether an operation of this type draws other numbers each time."""
-    return bool(DRAWING.match(operation)) and not operation.startswith("Stateless")
 
 
 _SAME_TWICE = (
@@ -81,8 +74,8 @@ PASSES_DIFFER = (
     "depend on a tf.Variable that it writes itself."
 )
 LOSSES_DIFFER = (
-    "All replicas must come to the same loss of the whole batch. Received: different ones, as where "
-    f"the loss draws random numbers. {_DRAW_FROM_SEEDS}"
+    "All replicas must come to the same loss of the whole batch. Received: different ones, as "
+    f"where the loss draws random numbers. {_DRAW_FROM_SEEDS}"
 )
 
 

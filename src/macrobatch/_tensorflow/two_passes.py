@@ -5,8 +5,8 @@ activations are those of one micro-batch.
     G         = d loss(outputs) / d outputs    the loss of the whole batch, once
     gradient  = sum_j d <forward(B_j), G_j>    second pass: with a tape
 
-That is the chain rule, so the gradient is that of one tape over the same forward passes. Both passes
-start from the same values, of seeds for instance, so that random layers draw the same in both.
+That is the chain rule, so the gradient is that of one tape over the same forward passes. Both
+passes start from the same values, of seeds for instance, so that random layers draw the same.
 """
 
 from typing import Any, Callable, List, NamedTuple, Sequence, Tuple
@@ -17,7 +17,7 @@ from macrobatch._tensorflow import graph, leaves, loop_checks, replicas, sums, t
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.gather import Gathered
 from macrobatch._tensorflow.loop import Loop
-from macrobatch._tensorflow.parts import gradients_of
+from macrobatch._tensorflow.parts import after, gradients_of
 from macrobatch._tensorflow.trace import Traced
 from macrobatch._types import (
     Batch,
@@ -152,7 +152,8 @@ class TwoPasses:
         own = [sums.widened(gradient) for gradient in of_weights]
         if replicas.in_several():
             own = [sums.scaled(gradient, 1 / replicas.count()) for gradient in own]
-        with graph.refuse_unless(*_same_on_all_replicas(found.value)):
+        # Or micro-batches of both passes would be in memory side by side.
+        with graph.refuse_unless(*_same_on_all_replicas(found.value)), after(of_outputs):
             gradients = self._second(gathered.own(of_outputs), of_totals, weights)
             return found, [sums.add(*pair) for pair in zip(gradients, own)]
 
