@@ -19,12 +19,14 @@ import fit
 import loops
 import replicas
 import sequences
+import whole_batch
 import windows
 from mutant import Mutant
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
-ALL = [*fit.MUTANTS, *loops.MUTANTS, *windows.MUTANTS, *replicas.MUTANTS, *sequences.MUTANTS]
+ROOMS = [fit, loops, windows, replicas, sequences, whole_batch]
+ALL = [mutant for room in ROOMS for mutant in room.MUTANTS]
 TIMEOUT = 300  # replicas that disagree may wait for each other for ever
 
 

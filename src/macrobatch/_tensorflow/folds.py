@@ -87,7 +87,8 @@ class All:
                 return array.concat()
             # On a replica without examples nothing tells the other sizes.
             nothing = tf.zeros([size or 0 for size in [0, *like.shape[1:]]], like.dtype)
-            return tf.cond(self._run.count > 0, array.concat, lambda: nothing)
+            is_any = tf.convert_to_tensor(self._run.count > 0)
+            return tf.cond(is_any, array.concat, lambda: nothing)
         # In XLA, where sizes are static, arrays can be stacked.
         values = array.stack()[: self._run.count]
         if not like.shape.rank:
