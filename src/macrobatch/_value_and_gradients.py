@@ -47,6 +47,9 @@ def value_and_gradients(
     anything fails before, they have not changed. `loss_fn` writes other variables once for each
     micro-batch.
 
+    `loss_fn` is called eagerly, once, with a few examples, to find out whether examples meet in it.
+    An `ExactnessWarning` says so. (Not with `jit_compile=True`, where there is no Python.)
+
     Inside `strategy.run`, each replica passes its part of the batch, which may be empty. The loss
     is that of the whole batch. The gradients are the part of this replica: optimizers sum them over
     replicas, and the sum is the gradient of the whole batch.
