@@ -28,6 +28,9 @@ def accumulate(
     update, so `batch_size`, callbacks, schedules and metrics keep their meaning. `evaluate` and
     `validation_data` are cut in the same way. `predict` is not.
 
+    After the first batch, the model is run on a few examples of it, to find out whether examples
+    meet in a layer or in a loss. An `ExactnessWarning` names the place.
+
     Only the model whose `fit` is called counts, not a model inside it. Clones, copies and loaded
     models are plain models.
 

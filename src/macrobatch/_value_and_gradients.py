@@ -49,6 +49,9 @@ def value_and_gradients(
     anything fails before, they have not changed. `loss_fn` writes other variables once for each
     micro-batch.
 
+    `loss_fn` is called eagerly, once, with a few examples, to find out whether examples meet in it.
+    An `ExactnessWarning` says so. (Not with `jit_compile=True`, where there is no Python.)
+
     Losses in which examples meet (contrastive losses, for instance) need the whole batch. With
     `forward=` they get it: it computes
 

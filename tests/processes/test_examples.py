@@ -80,7 +80,13 @@ def blocks_of(page):
 
 
 @pytest.mark.parametrize(
-    "page", ["docs/custom-loops.md", "docs/scaling.md", "docs/coupled-losses.md"]
+    "page",
+    [
+        "docs/custom-loops.md",
+        "docs/scaling.md",
+        "docs/coupled-losses.md",
+        "docs/examples-that-meet.md",
+    ],
 )
 def test_code_in_the_documentation(page, tmp_path):
     script = tmp_path / "page.py"
