@@ -5,54 +5,13 @@ new version of Keras or TensorFlow without one of them is noticed there. Nothing
 a function needs it: the room is open to any backend of Keras, and to TensorFlow 1.14.
 """
 
-import contextlib
 import functools
 import sys
-import threading
-from typing import Any, Callable, Iterator, List, Optional
+from typing import Any, Callable, List, Optional
+
+from macrobatch._patch import Patch
 
 # Functions that are replaced for a while
-
-
-class Patch:
-    """A function of a module or class, and what is called instead of it inside a context.
-
-    What is called instead gets the function, what the context was entered with, and the arguments.
-    Other threads, and code outside of the context, call the function itself.
-    """
-
-    def __init__(self, place: Callable[[], Any], name: str, instead: Callable[..., Any]):
-        self._place, self._name, self._instead = place, name, instead
-        self._local = threading.local()
-        self._installing = threading.Lock()
-        self._installed: Any = None
-
-    @contextlib.contextmanager
-    def __call__(self, value: Any = True) -> Iterator[None]:
-        self._install()
-        before = getattr(self._local, "value", None)
-        self._local.value = value
-        try:
-            yield
-        finally:
-            self._local.value = before
-
-    def _install(self) -> None:
-        place = self._place()
-        with self._installing:
-            function = getattr(place, self._name)
-            if function is self._installed:
-                return
-
-            @functools.wraps(function)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                value = getattr(self._local, "value", None)
-                if value is None:
-                    return function(*args, **kwargs)
-                return self._instead(function, value, *args, **kwargs)
-
-            self._installed = call
-            setattr(place, self._name, call)
 
 
 def _module_of(name: str) -> Callable[[], Any]:
@@ -111,6 +70,49 @@ with_moments = Patch(
     "_moments",
     lambda moments, instead, *args, **kwargs: instead(moments, *args, **kwargs),
 )
+
+
+def _base_of_optimizers() -> Any:
+    import keras
+
+    return next(c for c in keras.Optimizer.__mro__ if "apply" in vars(c))
+
+
+def _tape() -> Any:
+    import tensorflow as tf
+
+    return tf.GradientTape
+
+
+def _class_of(name: str) -> Callable[[], Any]:
+    """A public class of Keras."""
+
+    def place() -> Any:
+        import keras
+
+        return functools.reduce(getattr, name.split("."), keras)
+
+    return place
+
+
+def _asked(method: str) -> Callable[..., Any]:
+    """What calls a method of the mode that a context was entered with."""
+
+    def instead(plain: Any, mode: Any, *args: Any, **kwargs: Any) -> Any:
+        return getattr(mode, method)(plain, *args, **kwargs)
+
+    return instead
+
+
+# What a train step of a user's own calls. Each context is entered with a mode, which answers
+# instead. There is no way in from outside: the step calls these by itself.
+with_gradients = Patch(_tape, "gradient", _asked("gradient"))
+with_jacobians = Patch(_tape, "jacobian", _asked("jacobian"))
+with_applies = Patch(_base_of_optimizers, "apply", _asked("apply"))
+with_scaled_applies = Patch(_class_of("optimizers.LossScaleOptimizer"), "apply", _asked("apply"))
+with_means = Patch(_class_of("metrics.Mean"), "update_state", _asked("update_state"))
+with_sums = Patch(_class_of("metrics.Sum"), "update_state", _asked("update_state"))
+with_loss_calls = Patch(_class_of("losses.Loss"), "__call__", _asked("loss"))
 
 
 # Models
@@ -279,6 +281,11 @@ def with_inner_optimizers(value: Any) -> List[Any]:
     return found
 
 
+def variables_of_optimizer(optimizer: Any) -> List[Any]:
+    """The variables that an optimizer was built for. `optimizer.variables` are its own."""
+    return list(optimizer._trainable_variables)
+
+
 # TensorFlow
 
 
@@ -292,6 +299,13 @@ def is_in_xla(graph: Any) -> bool:
 def is_compiled(function: Any) -> bool:
     """Whether a tf.function has jit_compile=True, which it tells nobody."""
     return bool(getattr(function, "_jit_compile", False))
+
+
+def is_recording() -> bool:
+    """Whether a tape of this thread records. A tape tells it of itself only."""
+    from tensorflow.python.eager import record
+
+    return bool(record.could_possibly_record())
 
 
 def autograph_status() -> Any:

@@ -125,6 +125,8 @@ class MicroBatches:
         """
         return 1.0
 
+    # Whether it is known only when a graph runs that there are any micro-batches.
+    may_be_empty = False
     # Whether sequences are cut to lengths that depend on data, which a compiler cannot have.
     has_lengths = False
     # Along which axis sequences lie, if there are any.

@@ -1,14 +1,14 @@
 """How the steps get into a Keras model, and what goes with them in fit()."""
 
 import inspect
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Dict, Optional
 
 import keras
 import tensorflow as tf
 
 from macrobatch import _checks, _internals
 from macrobatch._batches.cut import Cut
-from macrobatch._fit import build, checks
+from macrobatch._fit import build, checks, own
 from macrobatch._fit.steps import Steps
 from macrobatch._keras import model as models
 from macrobatch._keras.report import overrides
@@ -30,6 +30,8 @@ class Accumulation(Steps):
     def __init__(self, model: Any, cut: Cut, micro_batch_weight: Optional[Callable[..., Any]]):
         super().__init__(model, cut, micro_batch_weight)
         self.looks = False
+        self._own = own.own_steps(model, cut)
+        self._replaced: Dict[str, Any] = {}
 
     def install(self) -> None:
         """Replaces the methods of the model that make, build and run its steps."""
@@ -39,6 +41,8 @@ class Accumulation(Steps):
             "make_test_function": self.make_test_function,
             _internals.BUILDING: self.build_before_tracing,
         }
+        if "train_step" in self._own:
+            methods["train_step"] = self.own_train_step
         if not overrides(self.model, "test_step"):
             methods["test_step"] = self.test_step
         elif replicas.has_several_workers(self.strategy):
@@ -46,6 +50,8 @@ class Accumulation(Steps):
         if isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy):
             methods["fit"] = self.fit
         for name, method in methods.items():
+            if name in vars(self.model):
+                self._replaced[name] = vars(self.model)[name]
             setattr(self.model, name, method)
         _warn_of_parts()
         self._make_anew()
@@ -55,6 +61,8 @@ class Accumulation(Steps):
         for name, method in list(vars(self.model).items()):
             if getattr(method, "__self__", None) is self:
                 delattr(self.model, name)
+        for name, method in self._replaced.items():
+            setattr(self.model, name, method)
         self._make_anew()
 
     def _make_anew(self) -> None:
@@ -66,6 +74,13 @@ class Accumulation(Steps):
             model.make_train_function()
         if tests:
             model.make_test_function()
+
+    def own_train_step(self, data: Any) -> Any:
+        """The model's own, on gradients of the whole batch."""
+        step = self._own["train_step"]
+        logs = step(data)
+        self._remember(step.examples)
+        return logs
 
     def own_test_step(self, data: Any) -> Any:
         """The model's own, whose logs Keras would not reduce over workers."""
@@ -133,6 +148,8 @@ class Accumulation(Steps):
         self._build_optimizer()
         if self.model.train_function is None or force:
             self.is_new = True  # It may have been compiled with another loss.
+            for step in self._own.values():
+                step.forget()
             self.padding.done[True].assign(0)
             function = self._made("make_train_function", force)
             self.model.train_function = self._looking_at_first_batch(function)
@@ -141,6 +158,8 @@ class Accumulation(Steps):
     def _build_optimizer(self) -> None:
         """Makes the variables of the optimizer, which Keras' own step would make in its trace."""
         model, optimizer = self.model, self.model.optimizer
+        if "train_step" in self._own:  # which may have an optimizer that it never uses
+            return
         is_built = all(layer.built for layer in _internals.layers_of(model))
         if is_built and optimizer is not None and not optimizer.built:
             with self._scope():

@@ -78,11 +78,12 @@ def added(total: Optional[Part], part: Part) -> Part:
 def gradients_of(tape: tf.GradientTape, loss: Tensor, weights: List[Any]) -> List[Gradient]:
     """The gradients of a loss, with the shapes of the variables, which the tape may not know."""
     return [
-        _shaped(gradient, v.shape) for gradient, v in zip(tape.gradient(loss, weights), weights)
+        shaped(gradient, v.shape) for gradient, v in zip(tape.gradient(loss, weights), weights)
     ]
 
 
-def _shaped(gradient: Gradient, shape: tf.TensorShape) -> Gradient:
+def shaped(gradient: Gradient, shape: tf.TensorShape) -> Gradient:
+    """A gradient with the shape of its variable."""
     if isinstance(gradient, tf.IndexedSlices):
         dense_shape = tf.constant(shape.as_list(), gradient.indices.dtype)
         return tf.IndexedSlices(gradient.values, gradient.indices, dense_shape)

@@ -1,0 +1,84 @@
+"""Steps that a model brings itself, on whole batches."""
+
+from typing import Any, Callable, Dict, Tuple
+
+import tensorflow as tf
+
+from macrobatch import _internals
+from macrobatch._batches import checks as batch_checks
+from macrobatch._batches import in_order
+from macrobatch._batches.cut import Cut
+from macrobatch._fit import checks
+from macrobatch._keras.report import overrides
+from macrobatch._own_steps import tracing
+from macrobatch._own_steps.plan import Plan
+from macrobatch._own_steps.step import BatchStep
+from macrobatch._tensorflow import graph, replicas
+from macrobatch._tensorflow.engine import ENGINE
+from macrobatch._types import Batch, Logs, Size
+
+
+class OwnStep:
+    """A train step or a test step of a model's own.
+
+    Attributes:
+        examples: the number of examples in the latest batch, over all replicas.
+    """
+
+    def __init__(self, model: Any, name: str, cut: Cut):
+        """Takes a step from a model.
+
+        Args:
+            model: the model.
+            name: "train_step" or "test_step".
+            cut: how batches are to be cut.
+        """
+        self._model, self._name, self._cut = model, name, cut
+        self._own = vars(model).get(name) or getattr(type(model), name).__get__(model)
+        self.examples: Size = 0
+        self._plans: Dict[Any, Plan] = {}
+
+    def forget(self) -> None:
+        """Forgets what is known of the step: it may be compiled anew."""
+        self._plans.clear()
+
+    def __call__(self, data: Any) -> Logs:
+        """What the step makes of a whole batch."""
+        model = self._model
+        layers = _internals.layers_of(model)
+        checks.splittable_layers(layers)
+        checks.no_overwriting_variables(model.trainable_weights)
+        batch, examples = in_order.checked(graph.to_tensors(data), ENGINE)
+        micro_batches = self._cut.apply(batch, examples, ENGINE)
+        (self.examples,) = replicas.total_counts([examples])
+        plan = self._plan(batch)
+        for optimizer, variables in plan.applied:
+            if not optimizer.built:
+                with tf.init_scope():
+                    optimizer.build(variables)
+        return BatchStep(model, self._run, plan, micro_batches, self.examples).run()
+
+    def _plan(self, batch: Batch) -> Plan:
+        trains = self._name == "train_step"
+        if not tf.executing_eagerly():
+            return tracing.plan_of(self._model, self._run, batch, trains)
+        trained = tuple(map(id, self._model.trainable_weights))
+        key = batch_checks.kinds_of(batch), trained
+        if key not in self._plans:
+            self._plans[key] = tracing.plan_of(self._model, self._run, batch, trains)
+        return self._plans[key]
+
+    def _run(self, micro_batch: Batch) -> Any:
+        """The step, with what a tf.function around it would keep from running again."""
+        function = getattr(self._own, "python_function", None)
+        if function is None:
+            return self._own(micro_batch)
+        if not tf.executing_eagerly():
+            function = tf.autograph.to_graph(function)
+        return function(micro_batch)
+
+
+def own_steps(model: Any, cut: Cut) -> Dict[str, OwnStep]:
+    """The steps that a model brings itself, by name."""
+    steps = ("train_step", "test_step")
+    return {name: OwnStep(model, name, cut) for name in steps if overrides(model, name)}

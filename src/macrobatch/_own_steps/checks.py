@@ -1,0 +1,196 @@
+"""What is refused of a step of a user's own, before anything has changed, and the way out."""
+
+from typing import Any
+
+import tensorflow as tf
+
+# The way out of everything that only the whole batch can tell.
+INSIDE = (
+    "Or leave macrobatch.accumulate out, and cut the batch inside the step with "
+    "macrobatch.value_and_gradients"
+)
+
+
+def asks_for_gradients(count: int, last: int) -> None:
+    """Raises for a step that takes no gradient which depends on the batch."""
+    if count == 0:
+        raise ValueError(
+            "The train_step takes no gradient of variables with tf.GradientTape.gradient, so that "
+            "there is nothing to sum over micro-batches. Received: a step without a call of "
+            "tape.gradient(loss, variables) that could be seen. A call inside a tf.function that "
+            "was traced before cannot be seen: let the step call the plain function. "
+            f"{INSIDE}."
+        )
+    if last < 0:
+        raise ValueError(
+            "No gradient that the train_step takes depends on the batch. Received: losses that do "
+            "not depend on any example. Expected: a loss of the batch."
+        )
+
+
+def in_the_step_itself(graph: Any, what: str) -> None:
+    """Raises for what happens inside tf.cond, tf.while_loop or a tf.function of the step's."""
+    if tf.compat.v1.get_default_graph() is not graph:
+        raise ValueError(
+            f"{what} must be called by the train_step itself. Received: a call inside tf.cond, "
+            "tf.while_loop or a tf.function, which would not be run again for each micro-batch. "
+            "Move the call out of it (use the plain function, a Python loop, or tf.where). "
+            f"{INSIDE}."
+        )
+
+
+def nothing_records(is_recording: bool) -> None:
+    """Raises for a gradient of variables that another tape would differentiate."""
+    if is_recording:
+        raise ValueError(
+            "A gradient of variables is taken while a tape still records, as for a gradient of a "
+            "gradient with respect to weights (MAML for instance). The gradient of the whole batch "
+            "cannot be differentiated once more. Take it after the `with` blocks of all tapes. "
+            f"{INSIDE}."
+        )
+
+
+def no_jacobian(of_variables: bool) -> None:
+    """Raises for a Jacobian with respect to variables."""
+    if of_variables:
+        raise ValueError(
+            "tape.jacobian with respect to variables has a row for each value of the target, and "
+            "cannot be summed over micro-batches. Received: a call in the train_step. Use "
+            f"tape.gradient. {INSIDE}."
+        )
+
+
+def writes_no_variable_of_tensorflow(names: Any) -> None:
+    """Raises for variables that are written each time a micro-batch runs."""
+    if names:
+        raise ValueError(
+            "The step writes variables of TensorFlow, which every micro-batch would write again: "
+            f"{list(names)}. Make each a keras.Variable (trainable=False): the step then writes it "
+            "once."
+        )
+
+
+def written_once(path: str, of_examples: bool, is_late: bool) -> None:
+    """Raises for a variable into which examples go, and which is no metric's."""
+    if of_examples:
+        when = " and on the updated weights" if is_late else ""
+        raise ValueError(
+            f"The step writes the variable {path!r} with a value that depends on the examples"
+            f"{when}. It can be written once, and then it would know one micro-batch only (a queue "
+            "of a momentum encoder, a running mean of outputs). If it is a mean for your logs, make "
+            f"it a keras.metrics.Mean. {INSIDE}(..., has_aux=True): aux comes back for the whole "
+            "batch, and can be written to the variable."
+        )
+
+
+def result_in_time(name: str, is_early: bool) -> None:
+    """Raises for the result of a metric that is read before all micro-batches are in it."""
+    if is_early:
+        raise ValueError(
+            f"{name!r} takes the result of a metric before the last call of tape.gradient, which "
+            "is when the other micro-batches go into the metric. Take the result after it."
+        )
+
+
+def loss_without_metrics(depends: bool) -> None:
+    """Raises for a loss that depends on what a metric has seen of this batch."""
+    if depends:
+        raise ValueError(
+            "A loss of the step depends on the result of a metric that the same step updates, "
+            "which in a micro-batch is not that of the batch. Compute it from the loss itself."
+        )
+
+
+def metric_is_in_time(name: str, is_late: bool) -> None:
+    """Raises for a metric of the examples and of what the step makes of their gradient."""
+    if is_late:
+        raise ValueError(
+            f"The metric {name!r} is updated with a value that depends on the examples and on the "
+            "last gradient or on the weights after the last update. The micro-batches are through "
+            "by then. Update it with values from before that update (the loss that the gradient is "
+            "of). To measure the updated weights, use evaluate() or a callback."
+        )
+
+
+def counts_examples(name: str, does: bool) -> None:
+    """Raises for a metric that would count micro-batches."""
+    if not does:
+        raise ValueError(
+            f"The metric {name!r} writes one of its variables with a value that does not depend on "
+            "the examples, such as a number of batches, or zero (reset_state). It would do so for "
+            "each micro-batch. Use keras.metrics.Mean, or count examples: "
+            "keras.ops.shape(values)[0]."
+        )
+
+
+def log_is_in_time(name: str, is_late: bool) -> None:
+    """Raises for a log of the examples and of what the step makes of their gradient."""
+    if is_late:
+        raise ValueError(
+            f"The log {name!r} depends on the examples and on the last gradient or on the weights "
+            "after the last update. The micro-batches are through by then. Log values from before "
+            "that update. To measure the updated weights, use evaluate() or a callback."
+        )
+
+
+def log_of_one_kind(name: str, of_metric: bool) -> None:
+    """Raises for a log that is made of a metric's result and of this batch."""
+    if of_metric:
+        raise ValueError(
+            f"The log {name!r} is made of the examples and of the result of a metric. Of a "
+            "micro-batch it is neither. Return both by themselves, or make each a metric's result."
+        )
+
+
+def log_is_a_number(name: str, shape: Any) -> None:
+    """Raises for a log with several values, of which nobody knows what they are means of."""
+    if len(shape) > 0:
+        raise ValueError(
+            f"The log {name!r} must be a scalar: a mean over the examples, which counts by the "
+            f"share of the micro-batch. Received: values of shape {tuple(shape)}."
+        )
+
+
+def logs_by_name(logs: Any) -> None:
+    """Raises unless a step has returned a dictionary."""
+    if not isinstance(logs, dict):
+        raise ValueError(
+            "The step must return its logs as a dictionary of scalars. "
+            f"Received: {type(logs).__name__}."
+        )
+
+
+def of_examples(is_not: bool) -> None:
+    """Raises for a gradient with respect to what all micro-batches share, and is no variable."""
+    if is_not:
+        raise ValueError(
+            "The step takes the gradient of a mean over the examples with respect to a tensor that "
+            "does not depend on the examples. It would be that of a micro-batch. Make the tensor a "
+            f"keras.Variable and take the gradient of it. {INSIDE}."
+        )
+
+
+def as_traced(expected: int, found: int, what: str) -> None:
+    """Raises if a step does something else than its trace has shown."""
+    if expected != found:
+        raise ValueError(
+            f"The step called {what} {found} times. Expected: {expected} times, as in its first "
+            "run. A step that decides in Python what it does cannot be cut into micro-batches: "
+            "each run must do the same."
+        )
+
+
+def as_traced_so_far(count: int, expected: int, what: str) -> None:
+    """Raises if a step does more than its trace has shown."""
+    if count > expected:
+        as_traced(expected, count, what)
+
+
+def not_traced(error: Exception) -> ValueError:
+    """What to say of a step that no graph can have."""
+    return ValueError(
+        "The step cannot be traced, which is how it is seen what it does: "
+        f"{type(error).__name__}: {error}. A step that is accumulated must run in a graph, for any "
+        "number of examples, with run_eagerly=True too: take sizes from tf.shape(x)[0], and leave "
+        f".numpy() out. {INSIDE}."
+    )
