@@ -30,8 +30,9 @@ class Accumulation(Steps):
     def __init__(self, model: Any, cut: Cut, micro_batch_weight: Optional[Callable[..., Any]]):
         super().__init__(model, cut, micro_batch_weight)
         self.looks = False
-        self._own = own.own_steps(model, cut)
+        self._own = own.own_steps(model, cut, micro_batch_weight)
         self._replaced: Dict[str, Any] = {}
+        self._types: Optional[Callable[[], Batch]] = None  # of the batches that come next
 
     def install(self) -> None:
         """Replaces the methods of the model that make, build and run its steps."""
@@ -100,6 +101,9 @@ class Accumulation(Steps):
     def build_before_tracing(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Makes all variables. In replicas, and in a trace, it would be too late."""
         model, strategy = self.model, self.strategy
+        if "train_step" in self._own:
+            self._types = lambda: self._types_of(iterator, data_batch)
+            return
         if strategy is not None:
             replica_checks.fits_replicas(model, strategy)
             self.check_scope()
@@ -148,12 +152,19 @@ class Accumulation(Steps):
         self._build_optimizer()
         if self.model.train_function is None or force:
             self.is_new = True  # It may have been compiled with another loss.
-            for step in self._own.values():
-                step.forget()
+            self._look_at_own_step()
             self.padding.done[True].assign(0)
             function = self._made("make_train_function", force)
             self.model.train_function = self._looking_at_first_batch(function)
         return self.model.train_function
+
+    def _look_at_own_step(self) -> None:
+        """Sees what the model's own train step does. That makes all variables, too."""
+        step = self._own.get("train_step")
+        if step is not None:
+            step.forget()
+            if self._types is not None:
+                step.plan(self._types())
 
     def _build_optimizer(self) -> None:
         """Makes the variables of the optimizer, which Keras' own step would make in its trace."""

@@ -1,11 +1,10 @@
 """Steps that a model brings itself, on whole batches."""
 
-from typing import Any, Callable, Dict, Tuple
+from typing import Any, Dict
 
 import tensorflow as tf
 
 from macrobatch import _internals
-from macrobatch._batches import checks as batch_checks
 from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
 from macrobatch._fit import checks
@@ -25,16 +24,17 @@ class OwnStep:
         examples: the number of examples in the latest batch, over all replicas.
     """
 
-    def __init__(self, model: Any, name: str, cut: Cut):
+    def __init__(self, model: Any, name: str, cut: Cut, weight: Any = None):
         """Takes a step from a model.
 
         Args:
             model: the model.
             name: "train_step" or "test_step".
             cut: how batches are to be cut.
+            weight: a function that gives the weight of a micro-batch, or None.
         """
-        self._model, self._name, self._cut = model, name, cut
-        self._own = vars(model).get(name) or getattr(type(model), name).__get__(model)
+        self._model, self._name, self._cut, self._weight = model, name, cut, weight
+        self._own = vars(model).get(name) or getattr(type(model), name).__get__(model, type(model))
         self.examples: Size = 0
         self._plans: Dict[Any, Plan] = {}
 
@@ -51,21 +51,29 @@ class OwnStep:
         batch, examples = in_order.checked(graph.to_tensors(data), ENGINE)
         micro_batches = self._cut.apply(batch, examples, ENGINE)
         (self.examples,) = replicas.total_counts([examples])
-        plan = self._plan(batch)
-        for optimizer, variables in plan.applied:
-            if not optimizer.built:
-                with tf.init_scope():
-                    optimizer.build(variables)
-        return BatchStep(model, self._run, plan, micro_batches, self.examples).run()
+        plan = self.plan(batch)
+        step = BatchStep(model, self._run, plan, micro_batches, self.examples, self._weight)
+        return step.run()
 
-    def _plan(self, batch: Batch) -> Plan:
-        trains = self._name == "train_step"
-        if not tf.executing_eagerly():
-            return tracing.plan_of(self._model, self._run, batch, trains)
-        trained = tuple(map(id, self._model.trainable_weights))
-        key = batch_checks.kinds_of(batch), trained
+    def plan(self, batch: Batch) -> Plan:
+        """What the step does. All that it lacks is made.
+
+        Args:
+            batch: a batch, or its types and shapes.
+        """
+        model = self._model
+        specs = graph.specs_of(batch, any_size=True)
+        key = repr(specs), tuple(map(id, model.trainable_weights))
         if key not in self._plans:
-            self._plans[key] = tracing.plan_of(self._model, self._run, batch, trains)
+            trains = self._name == "train_step"
+            plan = tracing.plan_of(model, self._run, specs, trains, self._weight is None)
+            for optimizer, variables in plan.applied:
+                if not optimizer.built:
+                    with tf.init_scope():
+                        optimizer.build(variables)
+            # What was just built has weights to be trained.
+            key = repr(specs), tuple(map(id, model.trainable_weights))
+            self._plans[key] = plan
         return self._plans[key]
 
     def _run(self, micro_batch: Batch) -> Any:
@@ -78,7 +86,7 @@ class OwnStep:
         return function(micro_batch)
 
 
-def own_steps(model: Any, cut: Cut) -> Dict[str, OwnStep]:
+def own_steps(model: Any, cut: Cut, weight: Any = None) -> Dict[str, OwnStep]:
     """The steps that a model brings itself, by name."""
     steps = ("train_step", "test_step")
-    return {name: OwnStep(model, name, cut) for name in steps if overrides(model, name)}
+    return {name: OwnStep(model, name, cut, weight) for name in steps if overrides(model, name)}

@@ -76,9 +76,9 @@ def written_once(path: str, of_examples: bool, is_late: bool) -> None:
         when = " and on the updated weights" if is_late else ""
         raise ValueError(
             f"The step writes the variable {path!r} with a value that depends on the examples"
-            f"{when}. It can be written once, and then it would know one micro-batch only (a queue "
-            "of a momentum encoder, a running mean of outputs). If it is a mean for your logs, make "
-            f"it a keras.metrics.Mean. {INSIDE}(..., has_aux=True): aux comes back for the whole "
+            f"{when}. It is written once, and would know one micro-batch only (a queue of a "
+            "momentum encoder, a running mean of outputs). If it is a mean for your logs, make it "
+            f"a keras.metrics.Mean. {INSIDE}(..., has_aux=True): aux comes back for the whole "
             "batch, and can be written to the variable."
         )
 
@@ -167,6 +167,16 @@ def of_examples(is_not: bool) -> None:
             "The step takes the gradient of a mean over the examples with respect to a tensor that "
             "does not depend on the examples. It would be that of a micro-batch. Make the tensor a "
             f"keras.Variable and take the gradient of it. {INSIDE}."
+        )
+
+
+def counts_of_the_batch(is_late: bool) -> None:
+    """Raises for masks or weights of a loss that depend on the weights of the model."""
+    if is_late:
+        raise ValueError(
+            "The mask or the weights of a Keras loss depend on gradients or updated weights, so "
+            "that they cannot be counted before the step runs. Multiply the losses by them in the "
+            "step itself."
         )
 
 

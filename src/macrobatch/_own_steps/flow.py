@@ -12,7 +12,8 @@ from macrobatch._types import Tensor, Variable
 
 # What a tensor may depend on: the examples, and these tuples:
 # ("gradient", place): a gradient; ("applied", n): weights updated after n gradients;
-# ("state", id): what a metric's variable holds before the step; ("metric", n, id): after n gradients.
+# ("state", id): what a metric's variable holds before the step;
+# ("metric", n, id): what it holds after n gradients.
 Marks = FrozenSet[Any]
 NONE: Marks = frozenset()
 EXAMPLES = "examples"
@@ -49,7 +50,7 @@ class Noted(NamedTuple):
         applied: optimizers, and the variables that they update.
         metrics: by the identities of their variables.
         logs: what the step returned.
-        counts: the number of denominators that are counted.
+        counts: denominators that are counted.
     """
 
     asked: List[Tuple[Any, List[bool]]]
@@ -59,7 +60,7 @@ class Noted(NamedTuple):
     applied: List[Tuple[Any, List[Variable]]]
     metrics: Dict[int, Any]
     logs: Any
-    counts: int
+    counts: List[Tensor]
 
 
 class Flow:
@@ -96,18 +97,14 @@ class Flow:
 def plan(noted: Noted, flow: Flow, written: Written, trains: bool) -> Plan:
     """What a step does. Raises for what cannot be right."""
     checks.writes_no_variable_of_tensorflow(flow.writes_variables())
-    gradients = [Asked(each, EXAMPLES in flow.of(targets)) for targets, each in noted.asked]
-    last = max((i for i, each in enumerate(gradients) if each.of_examples), default=-1)
+    gradients = _grouped([(flow.of(targets), each) for targets, each in noted.asked])
+    last = max((each.group for each in gradients if each.of_examples), default=-1)
     if trains:
         checks.asks_for_gradients(len(gradients), last)
 
     def is_late(marks: Marks) -> bool:
         """Whether anything depends on what is known only after the last loop."""
-        places = [mark[:2] for mark in marks if mark != EXAMPLES]
-        return any(
-            (kind == "gradient" and place >= last) or (kind == "applied" and place > last)
-            for kind, place in places
-        )
+        return _is_after(marks, last)
 
     updates = []
     for metric, kind, values in noted.updates:
@@ -138,6 +135,7 @@ def plan(noted: Noted, flow: Flow, written: Written, trains: bool) -> Plan:
     for targets, each, sources in noted.inner:
         is_mean = EXAMPLES in flow.of(targets) and not all(each)
         checks.of_examples(is_mean and any(EXAMPLES not in flow.of(s) for s in sources))
+    checks.counts_of_the_batch(any(is_late(flow.of(count)) for count in noted.counts))
     after: Dict[int, int] = {}
     for write in noted.writes:
         after.setdefault(id(write.variable), write.after)
@@ -151,10 +149,31 @@ def plan(noted: Noted, flow: Flow, written: Written, trains: bool) -> Plan:
         chained=unique([*chained, *decaying]),
         pooled=dict(written.pooled),
         decaying=list(written.decaying),
-        logs=[_is_mean(name, log, flow.of(log), is_late, early) for name, log in _named(noted.logs)],
+        logs=[
+            _is_mean(name, log, flow.of(log), is_late, early) for name, log in _named(noted.logs)
+        ],
         applied=noted.applied,
-        counts=noted.counts,
+        counts=len(noted.counts),
         draws_anew=flow.draws_anew(),
+    )
+
+
+def _grouped(asked: List[Tuple[Marks, List[bool]]]) -> List[Asked]:
+    """The gradients, in groups that do not depend on what the step makes of each other."""
+    found: List[Asked] = []
+    for place, (marks, per_example) in enumerate(asked):
+        group = found[-1].group if found else 0
+        if _is_after(marks, group):
+            group = place
+        found.append(Asked(per_example, EXAMPLES in marks, group))
+    return found
+
+
+def _is_after(marks: Marks, place: int) -> bool:
+    """Whether anything depends on the gradient at this place, or on later gradients or updates."""
+    return any(
+        (kind == "gradient" and where >= place) or (kind == "applied" and where > place)
+        for kind, where in (mark[:2] for mark in marks if mark != EXAMPLES)
     )
 
 

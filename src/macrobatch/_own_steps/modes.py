@@ -36,7 +36,9 @@ class Mode:
     ) -> Any:
         """Stands in for `tape.gradient`."""
         flat = tf.nest.flatten(sources)
-        ask = self.gradient_of_variables if any(map(is_variable, flat)) else self.gradient_of_tensors
+        ask = (
+            self.gradient_of_variables if any(map(is_variable, flat)) else self.gradient_of_tensors
+        )
         arguments = (tape, target, tf.nest.map_structure(_raw, sources), output_gradients)
         return ask(lambda *given: plain(*given, **options), *arguments)
 
@@ -52,7 +54,9 @@ class Mode:
         """A gradient with respect to tensors of the micro-batch."""
         raise NotImplementedError
 
-    def jacobian(self, plain: Any, tape: Any, target: Any, sources: Any, *args: Any, **kw: Any) -> Any:
+    def jacobian(
+        self, plain: Any, tape: Any, target: Any, sources: Any, *args: Any, **kw: Any
+    ) -> Any:
         """Stands in for `tape.jacobian`."""
         checks.no_jacobian(any(map(is_variable, tf.nest.flatten(sources))))
         return plain(tape, target, sources, *args, **kw)
@@ -61,9 +65,7 @@ class Mode:
         """Stands in for `optimizer.apply`."""
         raise NotImplementedError
 
-    def update_state(
-        self, plain: Any, metric: Any, values: Any, sample_weight: Any = None
-    ) -> Any:
+    def update_state(self, plain: Any, metric: Any, values: Any, sample_weight: Any = None) -> Any:
         """Stands in for `update_state` of keras.metrics.Mean and keras.metrics.Sum."""
         raise NotImplementedError
 

@@ -11,10 +11,13 @@ class Asked(NamedTuple):
     Attributes:
         per_example: for each target, whether it has a value for each example.
         of_examples: whether any target depends on examples.
+        group: the place of the first gradient in its group. No gradient of a group depends on
+            another one, or on an update after it, so that they are summed in one loop.
     """
 
     per_example: List[bool]
     of_examples: bool = True
+    group: int = 0
 
 
 class Plan(NamedTuple):
@@ -23,8 +26,8 @@ class Plan(NamedTuple):
     Attributes:
         gradients: those of variables, in the order in which the step asks for them.
         inner: those of tensors, likewise.
-        last: the place of the last gradient that depends on examples; -1 if there is none. In the
-            loop of its micro-batches everything else is collected too.
+        last: the place of the last group whose gradients depend on examples; -1 if there is none.
+            In the loop of its micro-batches everything else is collected too.
         updates: how each call of `update_state` of a Mean or Sum counts: by its "own" weight, by
             the "share" of the micro-batch, "scaled" by both, or "once" for the batch.
         variables: all variables that the step writes.
@@ -53,3 +56,7 @@ class Plan(NamedTuple):
     applied: List[Tuple[Any, List[Variable]]]
     counts: int
     draws_anew: bool
+
+    def ends(self, group: int) -> int:
+        """The place of the last gradient in a group."""
+        return max(i for i, asked in enumerate(self.gradients) if asked.group == group)

@@ -4,7 +4,7 @@ Gradients, updated weights and the state of metrics are placeholders there, so t
 what depends on the examples of a micro-batch directly, and what only through them.
 """
 
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import keras
 import tensorflow as tf
@@ -13,12 +13,11 @@ from macrobatch import _internals
 from macrobatch._keras import model as models
 from macrobatch._keras import stateless
 from macrobatch._keras.scope import Written
-from macrobatch._own_steps import checks, modes
+from macrobatch._own_steps import checks, losses, modes
 from macrobatch._own_steps.flow import EXAMPLES, Flow, Marks, Noted, Write, plan
 from macrobatch._own_steps.modes import Mode
 from macrobatch._own_steps.plan import Plan
 from macrobatch._own_steps.scope import StepScope
-from macrobatch._tensorflow import graph
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.trace import tensors_of
 from macrobatch._types import Batch, Tensor, Variable
@@ -27,7 +26,7 @@ from macrobatch._types import Batch, Tensor, Variable
 class Tracing(Mode):
     """The mode of the trace: it notes what the step does."""
 
-    def __init__(self, metrics: Dict[int, Any]):
+    def __init__(self, metrics: Dict[int, Any], by_examples: bool):
         super().__init__()
         self.graph = tf.compat.v1.get_default_graph()
         self.marks: Dict[str, Marks] = {}
@@ -36,7 +35,8 @@ class Tracing(Mode):
         self.writes: List[Write] = []
         self.updates: List[Tuple[Any, str, Any]] = []
         self.applied: List[Tuple[Any, List[Variable]]] = []
-        self.counts = 0
+        self.counts: List[Tensor] = []
+        self._by_examples = by_examples
         self.metrics = metrics
         self.scope: Any = None  # in which the step runs
         self._updating: Optional[int] = None
@@ -80,9 +80,7 @@ class Tracing(Mode):
             value = self.marked(variable, ("applied", len(self.asked)))
             self.scope.add_update((variable, value))
 
-    def update_state(
-        self, plain: Any, metric: Any, values: Any, sample_weight: Any = None
-    ) -> Any:
+    def update_state(self, plain: Any, metric: Any, values: Any, sample_weight: Any = None) -> Any:
         values = _tensor(values)
         kind = "own" if per_example([values])[0] else "share"
         self._updating = len(self.updates)
@@ -100,7 +98,14 @@ class Tracing(Mode):
     def loss(
         self, plain: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
     ) -> Any:
-        return plain(loss, y_true, y_pred, sample_weight)
+        with modes.plainly():
+            part = losses.part_of(loss, y_true, y_pred, sample_weight, 1, 1, self._by_examples)
+        if part is None:
+            return plain(loss, y_true, y_pred, sample_weight)
+        count = part.count
+        if count is not None:
+            self.counts.append(count.own)
+        return part.value(None if count is None else count.own, tf.ones([], tf.float64))
 
     def wrote(self, variable: Any, value: Tensor) -> Tensor:
         checks.in_the_step_itself(self.graph, f"{variable.path}.assign")
@@ -142,7 +147,13 @@ def _tensor(value: Any) -> Any:
     return value if tf.is_tensor(value) else keras.ops.convert_to_tensor(value)
 
 
-def plan_of(model: Any, step: Callable[[Batch], Any], micro_batch: Batch, trains: bool) -> Plan:
+def plan_of(
+    model: Any,
+    step: Callable[[Batch], Any],
+    specs: Any,
+    trains: bool,
+    by_examples: bool = True,
+) -> Plan:
     """Traces a step and throws the trace away.
 
     Raises a ValueError for what cannot be what the whole batch would have made of it.
@@ -150,14 +161,15 @@ def plan_of(model: Any, step: Callable[[Batch], Any], micro_batch: Batch, trains
     Args:
         model: the model.
         step: its train step or test step.
-        micro_batch: a micro-batch.
+        specs: the types and shapes of a micro-batch, of any number of examples.
         trains: whether it is a train step.
+        by_examples: whether micro-batches count by their examples.
     """
     modes_used: List[Tracing] = []
     logs: List[Any] = []
 
     def scope(*given: Any) -> StepScope:
-        mode = Tracing(metrics_by_variable(model))
+        mode = Tracing(metrics_by_variable(model), by_examples)
         modes_used.append(mode)
         mode.scope = StepScope(mode, *given)
         return mode.scope
@@ -172,7 +184,6 @@ def plan_of(model: Any, step: Callable[[Batch], Any], micro_batch: Batch, trains
         logs.append(stateless.run(code, written, written.values(), alone=True).value)
 
     written = Written([], [], ENGINE, scope)
-    specs = graph.specs_of(micro_batch, any_size=True)
     function = tf.function(traced, autograph=False).get_concrete_function(specs)
     mode = modes_used[-1]
     inputs = function.graph.inputs[: len(tensors_of(specs))]

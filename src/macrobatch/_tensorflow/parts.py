@@ -77,9 +77,7 @@ def added(total: Optional[Part], part: Part) -> Part:
 
 def gradients_of(tape: tf.GradientTape, loss: Tensor, weights: List[Any]) -> List[Gradient]:
     """The gradients of a loss, with the shapes of the variables, which the tape may not know."""
-    return [
-        shaped(gradient, v.shape) for gradient, v in zip(tape.gradient(loss, weights), weights)
-    ]
+    return [shaped(gradient, v.shape) for gradient, v in zip(tape.gradient(loss, weights), weights)]
 
 
 def shaped(gradient: Gradient, shape: tf.TensorShape) -> Gradient:
