@@ -4,7 +4,7 @@ from typing import Any, Callable, Optional, TypeVar
 
 from macrobatch._batches import checks as batch_checks
 from macrobatch._batches.cut import Cut
-from macrobatch._fit import checks, install
+from macrobatch._fit import checks, install, own
 from macrobatch._keras.model import inputs_of
 
 Model = TypeVar("Model")
@@ -82,6 +82,7 @@ def accumulate(
         batch_checks.free_lengths(inputs_of(model), cut.axis)
     release(model)
     checks.can_be_accumulated(model)
+    own.check(model, cut)
     install.Accumulation(model, cut, weight).install()
     return model
 

@@ -108,6 +108,7 @@ def value_and_gradients(
     ...     return loss
     >>> loss = train_step((tf.ones([100, 3]), tf.ones([100, 1])))
     """
+    loss_fns.is_whole_batch(_internals.with_gradients.is_entered)
     cut = Cut(
         *batch_checks.sizes(
             micro_batch_size, micro_batch_tokens, sequence_axis, lengths, of=["batch"]

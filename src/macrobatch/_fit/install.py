@@ -11,7 +11,6 @@ from macrobatch._batches.cut import Cut
 from macrobatch._fit import build, checks, own
 from macrobatch._fit.steps import Steps
 from macrobatch._keras import model as models
-from macrobatch._keras.report import overrides
 from macrobatch._tensorflow import checks as replica_checks
 from macrobatch._tensorflow import graph, replicas
 from macrobatch._tensorflow.engine import ENGINE
@@ -44,10 +43,8 @@ class Accumulation(Steps):
         }
         if "train_step" in self._own:
             methods["train_step"] = self.own_train_step
-        if not overrides(self.model, "test_step"):
-            methods["test_step"] = self.test_step
-        elif replicas.has_several_workers(self.strategy):
-            methods["test_step"] = self.own_test_step
+        own_test = "test_step" in self._own
+        methods["test_step"] = self.own_test_step if own_test else self.test_step
         if isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy):
             methods["fit"] = self.fit
         for name, method in methods.items():
@@ -84,8 +81,10 @@ class Accumulation(Steps):
         return logs
 
     def own_test_step(self, data: Any) -> Any:
-        """The model's own, whose logs Keras would not reduce over workers."""
-        return replicas.for_reduction(type(self.model).test_step(self.model, data))
+        """The model's own, cut if it only evaluates losses and metrics, and whole otherwise."""
+        step = self._own["test_step"]
+        # Keras would not reduce logs over workers.
+        return replicas.for_reduction(step(data) if step.can_be_cut(data) else step.whole(data))
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras', on one of the workers of a cluster."""
@@ -193,6 +192,9 @@ class Accumulation(Steps):
         """As Keras'."""
         if self.model.test_function is None or force:
             self.is_new = True
+            for name, step in self._own.items():
+                if name == "test_step":
+                    step.forget()
             self.padding.done[False].assign(0)
             self.model.test_function = self._made("make_test_function", force)
         return self.model.test_function

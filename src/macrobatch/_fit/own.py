@@ -4,11 +4,12 @@ from typing import Any, Dict
 
 import tensorflow as tf
 
-from macrobatch import _internals
+from macrobatch import _checks, _internals
 from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
 from macrobatch._fit import checks
 from macrobatch._keras.report import overrides
+from macrobatch._own_steps import checks as step_checks
 from macrobatch._own_steps import tracing
 from macrobatch._own_steps.plan import Plan
 from macrobatch._own_steps.step import BatchStep
@@ -52,8 +53,24 @@ class OwnStep:
         micro_batches = self._cut.apply(batch, examples, ENGINE)
         (self.examples,) = replicas.total_counts([examples])
         plan = self.plan(batch)
+        for message in plan.inexact():
+            _checks.warn_once(model, message)
         step = BatchStep(model, self._run, plan, micro_batches, self.examples, self._weight)
         return step.run()
+
+    def whole(self, data: Any) -> Logs:
+        """What the step makes of a whole batch at once, as in plain Keras."""
+        return self._own(data)
+
+    def can_be_cut(self, data: Any) -> bool:
+        """Whether micro-batches come to what the whole batch would have come to."""
+        if self._cut.axis is not None or replicas.in_several():
+            return False
+        try:
+            self.plan(graph.to_tensors(data))
+        except ValueError:
+            return False
+        return True
 
     def plan(self, batch: Batch) -> Plan:
         """What the step does. All that it lacks is made.
@@ -66,7 +83,12 @@ class OwnStep:
         key = repr(specs), tuple(map(id, model.trainable_weights))
         if key not in self._plans:
             trains = self._name == "train_step"
-            plan = tracing.plan_of(model, self._run, specs, trains, self._weight is None)
+            try:
+                plan = tracing.plan_of(model, self._run, specs, trains, self._weight is None)
+            except _checks.Refused:
+                raise
+            except Exception as error:
+                raise step_checks.not_traced(error) from error
             for optimizer, variables in plan.applied:
                 if not optimizer.built:
                     with tf.init_scope():
@@ -84,6 +106,14 @@ class OwnStep:
         if not tf.executing_eagerly():
             function = tf.autograph.to_graph(function)
         return function(micro_batch)
+
+
+def check(model: Any, cut: Cut) -> None:
+    """Raises for settings that a train step of a model's own does not go with."""
+    if overrides(model, "train_step"):
+        strategy = _internals.strategy_of(model)
+        step_checks.one_device(1 if strategy is None else strategy.num_replicas_in_sync)
+        step_checks.no_lengths(cut.axis)
 
 
 def own_steps(model: Any, cut: Cut, weight: Any = None) -> Dict[str, OwnStep]:

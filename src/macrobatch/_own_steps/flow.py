@@ -101,6 +101,8 @@ def plan(noted: Noted, flow: Flow, written: Written, trains: bool) -> Plan:
     last = max((each.group for each in gradients if each.of_examples), default=-1)
     if trains:
         checks.asks_for_gradients(len(gradients), last)
+    else:
+        checks.asks_for_nothing(len(gradients))
 
     def is_late(marks: Marks) -> bool:
         """Whether anything depends on what is known only after the last loop."""
@@ -132,8 +134,8 @@ def plan(noted: Noted, flow: Flow, written: Written, trains: bool) -> Plan:
             checks.result_in_time(write.variable.path, early(marks))
     for (targets, _), each in zip(noted.asked, gradients):
         checks.loss_without_metrics(each.of_examples and early(flow.of(targets)))
-    for targets, each, sources in noted.inner:
-        is_mean = EXAMPLES in flow.of(targets) and not all(each)
+    for targets, per_example, sources in noted.inner:
+        is_mean = EXAMPLES in flow.of(targets) and not all(per_example)
         checks.of_examples(is_mean and any(EXAMPLES not in flow.of(s) for s in sources))
     checks.counts_of_the_batch(any(is_late(flow.of(count)) for count in noted.counts))
     after: Dict[int, int] = {}

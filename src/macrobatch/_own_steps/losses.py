@@ -23,17 +23,17 @@ class Part(NamedTuple):
 
     Attributes:
         numerator: of the loss.
-        count: the denominator, if it is counted: that of the micro-batch.
+        counted: the denominator, if it is counted: that of the micro-batch.
     """
 
     numerator: Tensor
-    count: Optional[losses.Count]
+    counted: Optional[losses.Count]
 
     def value(self, whole: Optional[Tensor], share: Tensor) -> Tensor:
         """The loss, such that the mean of all micro-batches, by share, is that of the batch."""
         value = self.numerator
-        if self.count is not None:
-            total = tf.cast(whole, value.dtype) + tf.cast(self.count.padding, value.dtype)
+        if self.counted is not None:
+            total = tf.cast(whole, value.dtype) + tf.cast(self.counted.padding, value.dtype)
             value = tf.math.divide_no_nan(value, total)
         return tf.math.divide_no_nan(value, tf.cast(share, value.dtype))
 

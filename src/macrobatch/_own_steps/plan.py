@@ -2,7 +2,9 @@
 
 from typing import Any, Dict, List, NamedTuple, Tuple
 
-from macrobatch._types import Variable
+from macrobatch._keras import checks as keras_checks
+from macrobatch._own_steps import checks
+from macrobatch._types import Variable, names
 
 
 class Asked(NamedTuple):
@@ -60,3 +62,10 @@ class Plan(NamedTuple):
     def ends(self, group: int) -> int:
         """The place of the last gradient in a group."""
         return max(i for i, asked in enumerate(self.gradients) if asked.group == group)
+
+    def inexact(self) -> List[str]:
+        """What cannot equal the whole batch, and the way out."""
+        normalizing = names([*self.pooled, *self.decaying])
+        messages = keras_checks.inexact(normalizing, names(self.decaying))
+        groups = {asked.group for asked in self.gradients if asked.of_examples}
+        return [*messages, *checks.draws_anew(len(groups), self.draws_anew)]

@@ -127,12 +127,12 @@ class Running(Mode):
             )
         if part is None:
             return plain(loss, y_true, y_pred, sample_weight)
-        if part.count is None:
+        if part.counted is None:
             return part.value(None, place.share)
-        self.counts.append(part.count.own)
+        self.counts.append(part.counted.own)
         checks.as_traced_so_far(len(self.counts), self.plan.counts, "losses with masks or weights")
         known = place.counts
-        whole = part.count.own if known is None else known[len(self.counts) - 1]
+        whole = part.counted.own if known is None else known[len(self.counts) - 1]
         return part.value(whole, place.share)
 
     def finish(self) -> None:

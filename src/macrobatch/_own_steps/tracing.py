@@ -102,7 +102,7 @@ class Tracing(Mode):
             part = losses.part_of(loss, y_true, y_pred, sample_weight, 1, 1, self._by_examples)
         if part is None:
             return plain(loss, y_true, y_pred, sample_weight)
-        count = part.count
+        count = part.counted
         if count is not None:
             self.counts.append(count.own)
         return part.value(None if count is None else count.own, tf.ones([], tf.float64))
@@ -139,8 +139,8 @@ class Tracing(Mode):
 
 def per_example(targets: List[Any]) -> List[bool]:
     """Whether tensors of a trace have a value for each example: their number is not known."""
-    shapes = [getattr(target, "shape", ()) for target in targets]
-    return [shape is not None and len(shape) > 0 and shape[0] is None for shape in shapes]
+    shapes = [tf.TensorShape(getattr(target, "shape", ())) for target in targets]
+    return [shape.rank is None or (shape.rank > 0 and shape[0] is None) for shape in shapes]
 
 
 def _tensor(value: Any) -> Any:
