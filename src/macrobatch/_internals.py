@@ -5,9 +5,10 @@ new version of Keras or TensorFlow without one of them is noticed there. Nothing
 a function needs it: the room is open to any backend of Keras, and to TensorFlow 1.14.
 """
 
+import contextlib
 import functools
 import sys
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, Iterator, List, Optional
 
 from macrobatch._patch import Patch
 
@@ -30,6 +31,18 @@ def _batch_normalization() -> Any:
     import keras
 
     return keras.layers.BatchNormalization
+
+
+def _resource_variable() -> Any:
+    from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+    return ResourceVariable
+
+
+def _operation() -> Any:
+    import keras
+
+    return keras.Operation
 
 
 def _random_of_backend() -> Any:
@@ -71,48 +84,34 @@ with_moments = Patch(
     lambda moments, instead, *args, **kwargs: instead(moments, *args, **kwargs),
 )
 
+# Layers, and operations in functional models, all run by this method: Layer.__call__ calls it too.
+# `Operation` is public, and there is no way to be told of its calls. The context is entered with
+# what is called instead.
+with_calls = Patch(
+    _operation,
+    "__call__",
+    lambda call, instead, *args, **kwargs: instead(call, *args, **kwargs),
+)
 
-def _base_of_optimizers() -> Any:
-    import keras
-
-    return next(c for c in keras.Optimizer.__mro__ if "apply" in vars(c))
-
-
-def _tape() -> Any:
-    import tensorflow as tf
-
-    return tf.GradientTape
-
-
-def _class_of(name: str) -> Callable[[], Any]:
-    """A public class of Keras."""
-
-    def place() -> Any:
-        import keras
-
-        return functools.reduce(getattr, name.split("."), keras)
-
-    return place
+# The methods that write a variable of TensorFlow. Nothing else tells that one is written.
+_WRITES = ("assign", "assign_add", "assign_sub", "scatter_update", "scatter_nd_update")
+_writes = [
+    Patch(
+        _resource_variable,
+        name,
+        lambda write, instead, *args, **kwargs: instead(write, *args, **kwargs),
+    )
+    for name in _WRITES
+]
 
 
-def _asked(method: str) -> Callable[..., Any]:
-    """What calls a method of the mode that a context was entered with."""
-
-    def instead(plain: Any, mode: Any, *args: Any, **kwargs: Any) -> Any:
-        return getattr(mode, method)(plain, *args, **kwargs)
-
-    return instead
-
-
-# What a train step of a user's own calls. Each context is entered with a mode, which answers
-# instead. There is no way in from outside: the step calls these by itself.
-with_gradients = Patch(_tape, "gradient", _asked("gradient"))
-with_jacobians = Patch(_tape, "jacobian", _asked("jacobian"))
-with_applies = Patch(_base_of_optimizers, "apply", _asked("apply"))
-with_scaled_applies = Patch(_class_of("optimizers.LossScaleOptimizer"), "apply", _asked("apply"))
-with_means = Patch(_class_of("metrics.Mean"), "update_state", _asked("update_state"))
-with_sums = Patch(_class_of("metrics.Sum"), "update_state", _asked("update_state"))
-with_loss_calls = Patch(_class_of("losses.Loss"), "__call__", _asked("loss"))
+@contextlib.contextmanager
+def with_writes(instead: Callable[..., Any]) -> Iterator[None]:
+    """Calls a function instead of each method that writes a variable of TensorFlow."""
+    with contextlib.ExitStack() as stack:
+        for patch in _writes:
+            stack.enter_context(patch(instead))
+        yield
 
 
 # Models
@@ -176,6 +175,11 @@ def build(model: Any, x: Any, y: Any, sample_weight: Any) -> None:
 # own takes the mean of the replicas' examples, which fails for batches that replicas do not divide,
 # and on several workers always.
 BUILDING = "_maybe_symbolic_build"
+
+
+# The method through which Keras passes the function of one batch, outside of what XLA compiles. No
+# other place sees the batches of all kinds of fit: of iterators, of replicas, and of one batch.
+STEPPING = "_autoconvert_optionals"
 
 
 _before_training: List[Callable[[Any], None]] = []

@@ -1,4 +1,4 @@
-"""A function that is replaced for a while, in one thread."""
+"""A function of somebody else's, replaced for a while and for one thread."""
 
 import contextlib
 import functools

@@ -49,14 +49,14 @@ def assert_as_plain(name, mode, **cut):
     assert_same_history(history, other)
 
 
-@pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
+@pytest.mark.filterwarnings("ignore:BatchNormalization:macrobatch.ExactnessWarning")
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 @pytest.mark.parametrize("name", CASES)
 def test_steps(name, mode):
     assert_as_plain(name, MODES[mode])
 
 
-@pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
+@pytest.mark.filterwarnings("ignore:BatchNormalization:macrobatch.ExactnessWarning")
 @pytest.mark.parametrize(
     "name",
     ["gan", *(pytest.param(name, marks=thorough) for name in CASES if name != "gan")],
@@ -408,14 +408,65 @@ def tf_random(self, data):
 
 def test_what_tf_random_draws_is_warned_of():
     model = macrobatch.accumulate(step_of(tf_random), 3)
-    with pytest.warns(macrobatch.ExactnessWarning, match=r"tf\.random.*SeedGenerator"):
+    with pytest.warns(macrobatch.ExactnessWarning) as warned:
         model.fit(step_cases.X, step_cases.Y, batch_size=20, verbose=0)
+    several, meeting = (str(warning.message) for warning in warned)
+    assert "takes several gradients" in several
+    assert "It is not known whether examples meet" in meeting
 
 
 def test_batch_normalization_is_warned_of():
     model = macrobatch.accumulate(step_cases.statistics({}), 3)
     with pytest.warns(macrobatch.ExactnessWarning, match="BatchNormalization"):
         model.fit(step_cases.X, step_cases.Y, batch_size=20, verbose=0)
+
+
+def contrastive(self, data):
+    with tf.GradientTape() as tape:
+        one, two = (tf.math.l2_normalize(self(part), 1) for part in (data[0], data[0] + 0.1))
+        likeness = tf.matmul(one, two, transpose_b=True)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
+            tf.range(tf.shape(one)[0]), likeness
+        )
+    gradients = tape.gradient(losses, self.trainable_variables)
+    self.optimizer.apply(gradients, self.trainable_variables)
+    return {"loss": tf.reduce_mean(losses)}
+
+
+def coupled_second_loss(self, data):
+    update(self, data)
+    with tf.GradientTape() as tape:
+        outputs = self(data[0])
+        loss = tf.reduce_mean((outputs - tf.reduce_mean(outputs, 0)) ** 2)
+    gradients = tape.gradient(loss, self.trainable_variables)
+    self.optimizer.apply(gradients, self.trainable_variables)
+    return {"loss": loss}
+
+
+def summed(self, data):
+    loss, gradients = gradients_of(self, data, tf.reduce_sum)
+    self.optimizer.apply(gradients, self.trainable_variables)
+    return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (contrastive, r"Examples meet.*number 1.*forward="),
+        (coupled_second_loss, r"Examples meet.*number 2.*forward="),
+        (mean_over_tokens, "Examples meet.*micro_batch_weight="),
+        (summed, "number 1.*is none.*Take a mean"),
+    ],
+)
+def test_losses_that_are_no_means_over_examples_are_warned_of(function, message):
+    model = step_of(function)
+    model.own = keras.metrics.Mean()
+    data = step_cases.X, step_cases.Y
+    if function is mean_over_tokens:
+        data = step_cases.X, np.arange(45) % 2, step_cases.UNIFORM[:, 0]
+    macrobatch.accumulate(model, 3)
+    with pytest.warns(macrobatch.ExactnessWarning, match=f"(?s){message}"):
+        model.fit(tf.data.Dataset.from_tensor_slices(data).batch(20), shuffle=False, verbose=0)
 
 
 class Evaluated(keras.Model):
@@ -493,9 +544,10 @@ def test_ways_to_train():
 
 
 def test_settings_that_do_not_go_with_an_own_step():
+    inputs = keras.Input([None])
+    model = step_cases.Guide(inputs, inputs)
     with pytest.raises(ValueError, match=r"sequence_axis=1.*value_and_gradients"):
-        inputs = keras.Input([None])
-        macrobatch.accumulate(step_cases.Guide(inputs, inputs), 3, sequence_axis=1)
+        macrobatch.accumulate(model, 3, sequence_axis=1)
     with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
         model = step_cases.guide({})
     with pytest.raises(ValueError, match=r"2 replicas.*value_and_gradients"):

@@ -13,18 +13,20 @@ FILES = {
 }
 
 # Who may import whom. A room may always import from itself.
-SHARED = {"_types", "_checks", "_internals"}
+SHARED = {"_types", "_checks", "_patch", "_internals"}
 MAY_IMPORT = {
     "_types": set(),
     "_checks": set(),
-    "_internals": set(),
+    "_patch": set(),
+    "_internals": {"_patch"},
     "_tensorflow": SHARED,
     "_batches": SHARED,
     "_keras": SHARED,
+    "_meeting": {*SHARED, "_tensorflow", "_batches", "_keras"},
     "_workers": {*SHARED, "_tensorflow"},
-    "_fit": {*SHARED, "_tensorflow", "_batches", "_keras", "_workers"},
+    "_fit": {*SHARED, "_tensorflow", "_batches", "_keras", "_meeting", "_workers"},
     "_gradient_accumulator": {*SHARED, "_tensorflow"},
-    "_value_and_gradients": {*SHARED, "_tensorflow", "_batches", "_keras"},
+    "_value_and_gradients": {*SHARED, "_tensorflow", "_batches", "_keras", "_meeting"},
     "_accumulate": {*SHARED, "_tensorflow", "_batches", "_keras", "_fit"},
     "cli": {"_workers"},
     "__main__": {"cli"},
@@ -34,6 +36,7 @@ MAY_IMPORT = {
 ON_TENSORFLOW_1 = {
     "_types",
     "_checks",
+    "_patch",
     "_internals",
     "_gradient_accumulator",
     "_tensorflow.graph",

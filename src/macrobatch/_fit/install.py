@@ -1,7 +1,8 @@
 """How the steps get into a Keras model, and what goes with them in fit()."""
 
+import contextlib
 import inspect
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict, Iterator, Optional
 
 import keras
 import tensorflow as tf
@@ -9,6 +10,7 @@ import tensorflow as tf
 from macrobatch import _checks, _internals
 from macrobatch._batches.cut import Cut
 from macrobatch._fit import build, checks, own
+from macrobatch._fit.meeting import Meeting
 from macrobatch._fit.steps import Steps
 from macrobatch._keras import model as models
 from macrobatch._tensorflow import checks as replica_checks
@@ -24,6 +26,7 @@ class Accumulation(Steps):
 
     Attributes, beside those of the steps:
         looks: whether the size of the first batch of a fit is still to be looked at.
+        meeting: the trial whether examples meet.
     """
 
     def __init__(self, model: Any, cut: Cut, micro_batch_weight: Optional[Callable[..., Any]]):
@@ -32,6 +35,9 @@ class Accumulation(Steps):
         self._own = own.own_steps(model, cut, micro_batch_weight)
         self._replaced: Dict[str, Any] = {}
         self._types: Optional[Callable[[], Batch]] = None  # of the batches that come next
+        step = self._own.get("train_step")
+        tried = None if step is None else step.tried
+        self.meeting = Meeting(model, cut, self.strategy, tried=tried)
 
     def install(self) -> None:
         """Replaces the methods of the model that make, build and run its steps."""
@@ -153,7 +159,9 @@ class Accumulation(Steps):
             self.is_new = True  # It may have been compiled with another loss.
             self._look_at_own_step()
             self.padding.done[True].assign(0)
-            function = self._made("make_train_function", force)
+            self.meeting.start()
+            with self._watching():
+                function = self._made("make_train_function", force)
             self.model.train_function = self._looking_at_first_batch(function)
         return self.model.train_function
 
@@ -164,6 +172,16 @@ class Accumulation(Steps):
             step.forget()
             if self._types is not None:
                 step.plan(self._types())
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Lets the trial whether examples meet have the batches of a function that Keras makes."""
+        passing = getattr(self.model, _internals.STEPPING)
+        setattr(self.model, _internals.STEPPING, lambda step: passing(self.meeting.watching(step)))
+        try:
+            yield
+        finally:
+            delattr(self.model, _internals.STEPPING)
 
     def _build_optimizer(self) -> None:
         """Makes the variables of the optimizer, which Keras' own step would make in its trace."""
@@ -178,6 +196,7 @@ class Accumulation(Steps):
     def _looking_at_first_batch(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def train_function(iterator: Any) -> Any:
             logs = function(iterator)
+            self.meeting.try_once(self.micro_batch_weight)
             if self.looks:
                 self.looks = False
                 examples = int(replicas.read(self.first_batch))

@@ -13,6 +13,7 @@ from macrobatch._own_steps import checks as step_checks
 from macrobatch._own_steps import tracing
 from macrobatch._own_steps.plan import Plan
 from macrobatch._own_steps.step import BatchStep
+from macrobatch._own_steps.trial import TriedStep
 from macrobatch._tensorflow import graph, replicas
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._types import Batch, Logs, Size
@@ -57,6 +58,10 @@ class OwnStep:
             _checks.warn_once(model, message)
         step = BatchStep(model, self._run, plan, micro_batches, self.examples, self._weight)
         return step.run()
+
+    def tried(self, batch: Batch) -> TriedStep:
+        """The step in the trial whether examples meet."""
+        return TriedStep(self._run, self.plan(batch), self._weight)
 
     def whole(self, data: Any) -> Logs:
         """What the step makes of a whole batch at once, as in plain Keras."""

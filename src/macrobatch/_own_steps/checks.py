@@ -1,10 +1,10 @@
 """What is refused of a step of a user's own, before anything has changed, and the way out."""
 
-from typing import Any, List
+from typing import Any, List, Sequence
 
 import tensorflow as tf
 
-from macrobatch._checks import Refused
+from macrobatch._checks import Refused, some
 
 # The way out of everything that only the whole batch can tell.
 INSIDE = (
@@ -198,6 +198,34 @@ def draws_anew(groups: int, draws: bool) -> List[str]:
         "two losses. Draw with keras.random and a keras.random.SeedGenerator: a micro-batch then "
         "draws the same for all gradients."
     ]
+
+
+def examples_meet(layers: Sequence[str], places: Sequence[int]) -> str:
+    """What to say of losses in which an example depends on others."""
+    where = f" in these layers: {some(layers)}" if layers else ""
+    which = f" ({_ordinals(places)} that the step takes)" if places else ""
+    return (
+        f"Examples meet{where} in the loss of a gradient{which}. What comes of an example depends "
+        "on the other examples of its micro-batch, so that the update is not that of the whole "
+        "batch. If examples are compared (contrastive losses), cut the batch inside the step with "
+        "macrobatch.value_and_gradients(..., forward=...) and leave macrobatch.accumulate out. If "
+        "the loss is a mean over tokens or weights, pass micro_batch_weight=."
+    )
+
+
+def no_mean(places: Sequence[int]) -> str:
+    """What to say of losses that are sums over the batch."""
+    return (
+        f"The loss of a gradient ({_ordinals(places)} that the step takes) is a scalar that counts "
+        "as a mean over the examples, and is none: for the same examples twice it is another "
+        "number. The update is not that of the whole batch. Take a mean over the examples, or "
+        "take the gradient of one value per example, which is summed."
+    )
+
+
+def _ordinals(places: Sequence[int]) -> str:
+    """Which gradients are meant, in words."""
+    return ", ".join(f"number {place + 1}" for place in places)
 
 
 def as_traced(expected: int, found: int, what: str) -> None:

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from macrobatch import _internals
 from macrobatch._keras.scope import unique
-from macrobatch._own_steps import checks
+from macrobatch._own_steps import checks, patches
 from macrobatch._tensorflow import replicas
 from macrobatch._types import Size, Tensor, Variable
 
@@ -84,15 +84,7 @@ class Mode:
 def running(mode: Optional[Mode]) -> Iterator[None]:
     """Lets a mode answer what is called in this thread; None: everything is as it is plainly."""
     with contextlib.ExitStack() as stack:
-        for patch in (
-            _internals.with_gradients,
-            _internals.with_jacobians,
-            _internals.with_applies,
-            _internals.with_scaled_applies,
-            _internals.with_means,
-            _internals.with_sums,
-            _internals.with_loss_calls,
-        ):
+        for patch in patches.ALL:
             stack.enter_context(patch(mode))
         yield
 
