@@ -26,6 +26,11 @@ def accumulate(
     update, so `batch_size`, callbacks, schedules and metrics keep their meaning. `evaluate` and
     `validation_data` are cut in the same way. `predict` is not.
 
+    A model may bring its own `train_step`. The step then runs once, on the first micro-batch, and
+    `tape.gradient` returns the gradient of the whole batch. What of a step cannot be right is
+    refused by `fit`, before anything changes: docs/train-steps.md has the list. A `test_step` of
+    its own is cut too, if it only evaluates losses and metrics.
+
     Only the model whose `fit` is called counts, not a model inside it. Clones, copies and loaded
     models are plain models.
 
