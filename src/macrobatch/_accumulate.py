@@ -4,7 +4,7 @@ from typing import Any, Callable, Optional, TypeVar
 
 from macrobatch._batches import checks as batch_checks
 from macrobatch._batches.cut import Cut
-from macrobatch._fit import checks, install
+from macrobatch._fit import checks, install, own
 from macrobatch._fit.whole_batch import WholeBatchAccumulation
 from macrobatch._keras.model import inputs_of
 
@@ -30,6 +30,11 @@ def accumulate(
 
     After the first batch, the model is run on a few examples of it, to find out whether examples
     meet in a layer or in a loss. An `ExactnessWarning` names the place.
+
+    A model may bring its own `train_step`. The step then runs once, on the first micro-batch, and
+    `tape.gradient` returns the gradient of the whole batch. What of a step cannot be right is
+    refused by `fit`, before anything changes: docs/train-steps.md has the list. A `test_step` of
+    its own is cut too, if it only evaluates losses and metrics.
 
     Only the model whose `fit` is called counts, not a model inside it. Clones, copies and loaded
     models are plain models.
@@ -93,6 +98,7 @@ def accumulate(
         batch_checks.free_lengths(inputs_of(model), cut.axis)
     release(model)
     checks.can_be_accumulated(model)
+    own.check(model, cut, of_whole_batch)
     kind = WholeBatchAccumulation if of_whole_batch else install.Accumulation
     kind(model, cut, weight).install()
     return model

@@ -21,6 +21,10 @@ class ExactnessWarning(UserWarning):
     """
 
 
+class Refused(ValueError):
+    """What cannot be right when the batch is cut: refused before anything has changed."""
+
+
 WEIGHTED_METRICS = (
     "Pass it in weighted_metrics= with sample weights of 0 for padding, or mask padding with an "
     "Embedding with mask_zero=True."

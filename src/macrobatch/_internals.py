@@ -307,6 +307,11 @@ def with_inner_optimizers(value: Any) -> List[Any]:
     return found
 
 
+def variables_of_optimizer(optimizer: Any) -> List[Any]:
+    """The variables that an optimizer was built for. `optimizer.variables` are its own."""
+    return list(optimizer._trainable_variables)
+
+
 # TensorFlow
 
 
@@ -320,6 +325,13 @@ def is_in_xla(graph: Any) -> bool:
 def is_compiled(function: Any) -> bool:
     """Whether a tf.function has jit_compile=True, which it tells nobody."""
     return bool(getattr(function, "_jit_compile", False))
+
+
+def is_recording() -> bool:
+    """Whether a tape of this thread records. A tape tells it of itself only."""
+    from tensorflow.python.eager import record
+
+    return bool(record.could_possibly_record())
 
 
 def autograph_status() -> Any:

@@ -29,6 +29,11 @@ class Patch:
         finally:
             self._local.value = before
 
+    @property
+    def is_entered(self) -> bool:
+        """Whether this thread is inside the context."""
+        return getattr(self._local, "value", None) is not None
+
     def _install(self) -> None:
         place = self._place()
         with self._installing:

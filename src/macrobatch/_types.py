@@ -155,6 +155,8 @@ class MicroBatches:
         """
         return 1.0
 
+    # Whether it is known only when a graph runs that there are any micro-batches.
+    may_be_empty = False
     # Along which axis sequences lie, if there are any.
     axis: Optional[int] = None
     # Whether a function of the user tells the lengths.

@@ -14,6 +14,7 @@ from macrobatch._keras import stateless
 from macrobatch._keras.scope import Written
 from macrobatch._keras.sequences import low_precision
 from macrobatch._meeting import OfLossFn
+from macrobatch._own_steps import patches
 from macrobatch._tensorflow import checks, graph, replicas, sums, trial
 from macrobatch._tensorflow import loss_fn as loss_fns
 from macrobatch._tensorflow.engine import ENGINE
@@ -130,6 +131,7 @@ def value_and_gradients(
     ...     return loss
     >>> loss = train_step((tf.ones([100, 3]), tf.ones([100, 1])))
     """
+    loss_fns.is_whole_batch(patches.gradients.is_entered)
     cut = Cut(
         *batch_checks.sizes(
             micro_batch_size, micro_batch_tokens, sequence_axis, lengths, of=["batch"]

@@ -192,20 +192,6 @@ def test_one_trace_per_signature(mode):
 # Models that do more
 
 
-class OwnTrainStep(keras.Sequential):
-    def train_step(self, data):
-        return {}
-
-
-def test_an_own_train_step_cannot_be_cut():
-    with pytest.raises(ValueError, match=r"overrides train_step.*macrobatch\.value_and_gradients"):
-        macrobatch.accumulate(OwnTrainStep(), 8)
-    model = dense()
-    model.train_step = lambda data: {}
-    with pytest.raises(ValueError, match="overrides train_step"):
-        macrobatch.accumulate(model, 8)
-
-
 class OwnLoss(keras.Model):
     """A mean over examples, with a regulariser."""
 

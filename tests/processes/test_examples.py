@@ -86,6 +86,7 @@ def blocks_of(page):
         "docs/scaling.md",
         "docs/coupled-losses.md",
         "docs/examples-that-meet.md",
+        "docs/train-steps.md",
     ],
 )
 def test_code_in_the_documentation(page, tmp_path):

@@ -305,3 +305,23 @@ def test_models_are_looked_at_before_they_train():
 def test_checkpoints_ask_trackable_objects(name):
     """GradientAccumulator's window overrides these: there are no public hooks."""
     assert hasattr(tf.Module, name)
+
+
+def test_what_an_optimizer_was_built_for():
+    plain = model()
+    plain.optimizer.build(plain.trainable_variables)
+    for optimizer in (plain.optimizer, keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())):
+        if not optimizer.built:
+            optimizer.build(plain.trainable_variables)
+        found = _internals.variables_of_optimizer(optimizer)
+        assert all(one is other for one, other in zip(found, plain.trainable_variables))
+        assert len(found) == 2
+
+
+def test_whether_a_tape_records():
+    assert not _internals.is_recording()
+    with tf.GradientTape() as tape:
+        assert _internals.is_recording()
+        with tape.stop_recording():
+            assert not _internals.is_recording()
+    assert not _internals.is_recording()

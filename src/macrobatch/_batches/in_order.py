@@ -69,3 +69,25 @@ class InOrder(MicroBatches):
     def first_index(self) -> Size:
         # Slices at a constant index have a constant size, others have not.
         return 0 if self.runs[0].static else self._engine.unknown(0)
+
+
+class Rest(MicroBatches):
+    """All micro-batches of a batch but the first."""
+
+    def __init__(self, whole: MicroBatches, engine: BatchEngine):
+        self.batch, self.examples = whole.batch, whole.examples
+        self._whole, self._engine = whole, engine
+        first, *runs = whole.runs
+        runs = [first._replace(start=first.start + first.size, count=first.count - 1), *runs]
+        self.runs = [run for run in runs if not (isinstance(run.count, int) and run.count == 0)]
+        self.may_be_empty = any(not isinstance(run.count, int) for run in self.runs)
+
+    def get(self, run: Run, index: Size) -> Batch:
+        return self._whole.get(run, index)
+
+    def first(self) -> Batch:
+        # A compiler knows all sizes, and refuses a slice behind the end, also if nobody needs it.
+        if self._engine.has_static_sizes():
+            return self._whole.first()
+        run = self.runs[0]
+        return self.get(run, 0 if run.static else self._engine.unknown(0))

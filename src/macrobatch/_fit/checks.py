@@ -53,16 +53,9 @@ def keras_model(model: Any) -> None:
 
 
 def can_be_accumulated(model: Any) -> None:
-    """Raises if a model brings a train step of its own, or its workers do not train together."""
+    """Raises if the workers of a model do not train together."""
     strategy = _internals.strategy_of(model)
     replica_checks.parameter_servers(isinstance(strategy, tf.distribute.ParameterServerStrategy))
-    own_class = type(model).train_step is not keras.Model.train_step
-    if own_class or "train_step" in vars(model):
-        raise ValueError(
-            f"The model {model.name!r} ({type(model).__name__}) overrides train_step, which "
-            "cannot be cut into micro-batches from outside. Move the loss into compute_loss, "
-            "or cut the batch inside your train_step with macrobatch.value_and_gradients."
-        )
 
 
 def splittable_layers(layers: Iterable[Any]) -> None:

@@ -2,18 +2,17 @@
 
 import contextlib
 import inspect
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, Optional
 
 import keras
 import tensorflow as tf
 
 from macrobatch import _checks, _internals
 from macrobatch._batches.cut import Cut
-from macrobatch._fit import build, checks
+from macrobatch._fit import build, checks, own
 from macrobatch._fit.meeting import Meeting
 from macrobatch._fit.steps import Steps
 from macrobatch._keras import model as models
-from macrobatch._keras.report import overrides
 from macrobatch._tensorflow import checks as replica_checks
 from macrobatch._tensorflow import graph, replicas
 from macrobatch._types import Batch
@@ -25,14 +24,22 @@ class Accumulation(Steps):
     """What Keras calls of one model. It is set on the instance, so that its class stays as it is.
 
     Attributes, beside those of the steps:
+        tries_losses: whether examples must not meet in losses.
         looks: whether the size of the first batch of a fit is still to be looked at.
         meeting: the trial whether examples meet.
     """
 
+    tries_losses = True
+
     def __init__(self, model: Any, cut: Cut, micro_batch_weight: Optional[Callable[..., Any]]):
         super().__init__(model, cut, micro_batch_weight)
         self.looks = False
-        self.meeting = Meeting(model, cut, self.strategy)
+        self._own = own.own_steps(model, cut, micro_batch_weight)
+        self._replaced: Dict[str, Any] = {}
+        self._types: Optional[Callable[[], Batch]] = None  # of the batches that come next
+        step = self._own.get("train_step")
+        tried = None if step is None else step.tried
+        self.meeting = Meeting(model, cut, self.strategy, self.tries_losses, tried)
 
     def install(self) -> None:
         """Replaces the methods of the model that make, build and run its steps."""
@@ -42,13 +49,15 @@ class Accumulation(Steps):
             "make_test_function": self.make_test_function,
             _internals.BUILDING: self.build_before_tracing,
         }
-        if not overrides(self.model, "test_step"):
-            methods["test_step"] = self.test_step
-        elif replicas.has_several_workers(self.strategy):
-            methods["test_step"] = self.own_test_step
+        if "train_step" in self._own:
+            methods["train_step"] = self.own_train_step
+        own_test = "test_step" in self._own
+        methods["test_step"] = self.own_test_step if own_test else self.test_step
         if isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy):
             methods["fit"] = self.fit
         for name, method in methods.items():
+            if name in vars(self.model):
+                self._replaced[name] = vars(self.model)[name]
             setattr(self.model, name, method)
         _warn_of_parts()
         self._make_anew()
@@ -58,6 +67,8 @@ class Accumulation(Steps):
         for name, method in list(vars(self.model).items()):
             if getattr(method, "__self__", None) is self:
                 delattr(self.model, name)
+        for name, method in self._replaced.items():
+            setattr(self.model, name, method)
         self._make_anew()
 
     def _make_anew(self) -> None:
@@ -70,9 +81,18 @@ class Accumulation(Steps):
         if tests:
             model.make_test_function()
 
+    def own_train_step(self, data: Any) -> Any:
+        """The model's own, on gradients of the whole batch."""
+        step = self._own["train_step"]
+        logs = step(data)
+        self._remember(step.examples)
+        return logs
+
     def own_test_step(self, data: Any) -> Any:
-        """The model's own, whose logs Keras would not reduce over workers."""
-        return replicas.for_reduction(type(self.model).test_step(self.model, data))
+        """The model's own, cut if it only evaluates losses and metrics, and whole otherwise."""
+        step = self._own["test_step"]
+        # Keras would not reduce logs over workers.
+        return replicas.for_reduction(step(data) if step.can_be_cut(data) else step.whole(data))
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras', on one of the workers of a cluster."""
@@ -88,6 +108,9 @@ class Accumulation(Steps):
     def build_before_tracing(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Makes all variables. In replicas, and in a trace, it would be too late."""
         model, strategy = self.model, self.strategy
+        if "train_step" in self._own:
+            self._types = lambda: self._types_of(iterator, data_batch)
+            return
         if strategy is not None:
             replica_checks.fits_replicas(model, strategy)
             self.check_scope()
@@ -135,12 +158,21 @@ class Accumulation(Steps):
         self._build_optimizer()
         if self.model.train_function is None or force:
             self.is_new = True  # It may have been compiled with another loss.
+            self._look_at_own_step()
             self.padding.done[True].assign(0)
             self.meeting.start()
             with self._watching():
                 function = self._made("make_train_function", force)
             self.model.train_function = self._looking_at_first_batch(function)
         return self.model.train_function
+
+    def _look_at_own_step(self) -> None:
+        """Sees what the model's own train step does. That makes all variables, too."""
+        step = self._own.get("train_step")
+        if step is not None:
+            step.forget()
+            if self._types is not None:
+                step.plan(self._types())
 
     @contextlib.contextmanager
     def _watching(self) -> Iterator[None]:
@@ -155,6 +187,8 @@ class Accumulation(Steps):
     def _build_optimizer(self) -> None:
         """Makes the variables of the optimizer, which Keras' own step would make in its trace."""
         model, optimizer = self.model, self.model.optimizer
+        if "train_step" in self._own:  # which may have an optimizer that it never uses
+            return
         is_built = all(layer.built for layer in _internals.layers_of(model))
         if is_built and optimizer is not None and not optimizer.built:
             with self._scope():
@@ -178,6 +212,9 @@ class Accumulation(Steps):
         """As Keras'."""
         if self.model.test_function is None or force:
             self.is_new = True
+            for name, step in self._own.items():
+                if name == "test_step":
+                    step.forget()
             self.padding.done[False].assign(0)
             self.model.test_function = self._made("make_test_function", force)
         return self.model.test_function

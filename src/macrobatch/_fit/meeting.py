@@ -26,9 +26,26 @@ class Meeting:
         with_losses: whether losses are tried too, and not only layers.
     """
 
-    def __init__(self, model: Any, cut: Cut, strategy: Any, with_losses: bool = True):
+    def __init__(
+        self,
+        model: Any,
+        cut: Cut,
+        strategy: Any,
+        with_losses: bool = True,
+        tried: Optional[Callable[[Batch], Any]] = None,
+    ):
+        """Prepares a trial.
+
+        Args:
+            model: the model.
+            cut: how batches are cut.
+            strategy: in whose scope the model was made, or None.
+            with_losses: whether losses are tried too, and not only layers.
+            tried: a function of a batch that gives what is tried, if not the model: something with
+                a method `found`, as Tried has, and a method `messages` of groups and a verdict.
+        """
         self._model, self._cut, self._strategy = model, cut, strategy
-        self.with_losses = with_losses
+        self.with_losses, self._tried = with_losses, tried
         self._tap = Tap(self._receive)
         self._rows: Optional[Batch] = None
 
@@ -77,14 +94,18 @@ class Meeting:
         """Makes the trial, once there are examples for it."""
         if self._rows is None:
             return
-        batch = keras.utils.unpack_x_y_sample_weight(self._rows)
+        batch = self._rows
+        if self._tried is None:
+            batch = keras.utils.unpack_x_y_sample_weight(batch)
         self._rows = None
         self._tap.close()
-        tried = Tried(self._model, ENGINE, micro_batch_weight, self.with_losses)
+        tried: Any = Tried(self._model, ENGINE, micro_batch_weight, self.with_losses)
+        if self._tried is not None:
+            tried = self._tried(batch)
         for message in self._messages(tried, batch):
             _checks.warn_once(self._model, message)
 
-    def _messages(self, tried: Tried, batch: Batch) -> List[str]:
+    def _messages(self, tried: Any, batch: Batch) -> List[str]:
         is_coarse = low_precision(_internals.layers_of(self._model))
         messages: List[str] = []
         for groups in self._groups(batch):
@@ -93,7 +114,7 @@ class Meeting:
             except Exception as error:  # The model has been trained on a batch: that goes on.
                 messages = [meeting_checks.failed(groups.size, error)]
                 continue
-            return meeting_checks.messages(*tried.causes(verdict), verdict.is_random)
+            return tried.messages(groups, verdict)
         return messages
 
     def _groups(self, batch: Batch) -> Iterator[meeting.Groups]:

@@ -100,8 +100,6 @@ class WholeBatchSteps(Steps):
 
     def _check_padding(self, model: WholeBatchStep, micro_batches: MicroBatches) -> None:
         """Tries, once, whether anything depends on padding that is cut off."""
-        if not micro_batches.has_lengths:
-            return
 
         def run(moves: bool) -> Any:
             def found(cut: Batch, uncut: Batch) -> trial.Found:
@@ -128,6 +126,8 @@ class WholeBatchSteps(Steps):
 
 class WholeBatchAccumulation(WholeBatchSteps, Accumulation):
     """What Keras calls of a model whose loss sees the whole batch."""
+
+    tries_losses = False
 
 
 def _outcome(model: WholeBatchStep, cut: Batch, uncut: Batch, moves: bool) -> trial.Found:

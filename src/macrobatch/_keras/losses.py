@@ -69,12 +69,14 @@ class MicroBatch(NamedTuple):
         weight: the place of the user's weight among the counts; None if examples are the weight.
         uncut_fraction: a function of weights of positions: what fraction of the positions there is,
             where sequences are cut; 1.0 where all are there.
+        is_whole: whether losses are of all of its examples, each once.
     """
 
     examples: Size
     examples_of_all: Size
     weight: Optional[int]
     uncut_fraction: Callable[[Tensor], Any]
+    is_whole: bool = True
 
 
 class Terms:
@@ -105,7 +107,7 @@ class Terms:
         """Adds the terms of a compiled loss. Keras does the paths and the structures."""
         entries = _internals.flat_losses(compiled)
         trackers = [_Tracker() for _ in compiled.metrics]
-        losses = [entry._replace(loss=functools.partial(self._add, entry)) for entry in entries]
+        losses = [entry._replace(loss=functools.partial(self.add_loss, entry)) for entry in entries]
         _internals.with_losses(compiled, losses, trackers)(y, y_pred, sample_weight)
         updated = [tracker.updated for tracker in trackers]
         # For a single output, Keras uses the first loss and no other.
@@ -126,7 +128,7 @@ class Terms:
         checks.vectors_beside_scalars(ranks)
         return ops.cast(self._micro_batch.examples_of_all, terms[0].numerator.dtype)
 
-    def _add(self, entry: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Tensor:
+    def add_loss(self, entry: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Tensor:
         """Adds a term, in place of Keras' own loss."""
         loss = _internals.shallow_copy(entry.loss)
         reduction = getattr(loss, "reduction", None)
@@ -144,7 +146,7 @@ class Terms:
             # In a micro-batch of one example, one value may be either. Others have shown which.
             may_be = not _is_one(examples) or entry.name in self._scalars
             is_scalar = values.shape[0] == 1 and may_be
-            if not is_scalar:
+            if not is_scalar and self._micro_batch.is_whole:
                 value = self._per_example(value, values)
         if is_scalar:
             self._scalars.add(entry.name)

@@ -180,7 +180,9 @@ class ModelStep:
         """The terms of the loss of a micro-batch, and its counts."""
         (x, y, sample_weight), model = micro_batch, self.model
         examples = self._engine.examples(micro_batch)
-        counts = [] if self._weight is None else [self._user_weight(micro_batch)]
+        counts = (
+            [] if self._weight is None else [user_weight(self._weight, micro_batch, self._engine)]
+        )
         found = losses.Terms(
             losses.MicroBatch(
                 examples,
@@ -206,13 +208,6 @@ class ModelStep:
         self.terms, self.counts = found.terms, found.counts
         masks = [_internals.mask_of(leaf) for leaf in tree.flatten(y_pred)]
         self.reaches_loss = sample_weight is not None or any(mask is not None for mask in masks)
-
-    def _user_weight(self, micro_batch: Batch) -> losses.Count:
-        assert self._weight is not None
-        weight = checks.scalar_weight(self._weight(*micro_batch))
-        weight = ops.cast(weight, keras.config.floatx())
-        good = ops.logical_and(ops.isfinite(weight), weight >= 0)
-        return losses.Count(self._engine.checked(weight, (good, checks.MICRO_BATCH_WEIGHT)))
 
     def _trained_parts(self, whole: Whole) -> List[Tensor]:
         """What to take gradients of."""
@@ -286,6 +281,13 @@ def unexplained(model: Any, written: Written, values: Sequence[Optional[Tensor]]
     known = [v for layer in written.decaying for v in layer.non_trainable_variables]
     known += [v for v in changed if is_seed(v)]
     return [v.path for v in without(changed, [*model.metrics_variables, *known])]
+
+
+def user_weight(weight: Callable[..., Any], micro_batch: Batch, engine: Engine) -> losses.Count:
+    """The weight of a micro-batch (x, y, sample_weight) that a function of the user gives."""
+    found = ops.cast(checks.scalar_weight(weight(*micro_batch)), keras.config.floatx())
+    good = ops.logical_and(ops.isfinite(found), found >= 0)
+    return losses.Count(engine.checked(found, (good, checks.MICRO_BATCH_WEIGHT)))
 
 
 def inputs_of(model: Any) -> List[Any]:

@@ -4,7 +4,7 @@ variables once, when the batch is through. So whatever fails before has changed 
 """
 
 import contextlib
-from typing import Any, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
+from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequence, Tuple
 
 import keras
 
@@ -72,8 +72,22 @@ class Written:
         dropped: whether the last run called dropout.
     """
 
-    def __init__(self, variables: Iterable[Variable], trained: Iterable[Variable], engine: Engine):
-        self._trained, self._engine = list(trained), engine
+    def __init__(
+        self,
+        variables: Iterable[Variable],
+        trained: Iterable[Variable],
+        engine: Engine,
+        kind: Callable[..., Scope] = Scope,
+    ):
+        """Starts with what is known.
+
+        Args:
+            variables: those whose values go into the first run.
+            trained: those that are not to be written.
+            engine: the backend.
+            kind: what makes a scope of variables and their values.
+        """
+        self._trained, self._engine, self._kind = list(trained), engine, kind
         self.variables = unique(without(variables, self._trained))
         self.pooled: Dict[Any, bool] = {}
         self.decaying: List[Any] = []
@@ -86,7 +100,7 @@ class Written:
 
     def scope(self, values: List[Tensor], weights: Sequence[Tensor] = ()) -> Scope:
         """A scope in which the variables have these values, and the trained ones these weights."""
-        scope = Scope(self.variables, values)
+        scope = self._kind(self.variables, values)
         scope.state_mapping.update(zip(map(id, self._trained), weights))
         return scope
 

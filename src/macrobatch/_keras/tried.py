@@ -5,8 +5,8 @@ from typing import Any, Callable, List, NamedTuple, Optional
 from keras import ops, tree
 
 from macrobatch import _internals
-from macrobatch._keras import batch_norm, report
-from macrobatch._keras.meeting import Found, Verdict
+from macrobatch._keras import batch_norm, meeting_checks, report
+from macrobatch._keras.meeting import Found, Groups, Verdict
 from macrobatch._keras.model import ModelStep
 from macrobatch._keras.scope import Scope, unique
 from macrobatch._types import Batch, BatchEngine, Whole
@@ -57,6 +57,10 @@ class Tried(ModelStep):
             if not (isinstance(term.weight, float) and term.weight == 0):
                 found[f"{LOSS} {index}"] = term.numerator
         return found
+
+    def messages(self, groups: Groups, verdict: Verdict) -> List[str]:
+        """What to say of a trial."""
+        return meeting_checks.messages(*self.causes(verdict), verdict.is_random)
 
     def causes(self, verdict: Verdict) -> Causes:
         """Where examples meet, in the words of the model."""

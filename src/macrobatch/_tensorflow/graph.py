@@ -81,21 +81,25 @@ def to_tensors(batch: Any) -> Any:
 
 
 def specs_of(batch: Any, any_size: bool = False) -> Any:
-    """The types and shapes of the tensors in a batch; if `any_size`, of any number of examples."""
+    """The types and shapes of a batch; if `any_size`, of any number of examples.
+
+    A batch of types and shapes will do.
+    """
 
     def spec(leaf: Any) -> Any:
         if leaf is None:
             return None
-        found = tf.type_spec_from_value(leaf)
+        found = leaf if isinstance(leaf, tf.TypeSpec) else tf.type_spec_from_value(leaf)
         if not any_size:
             return found
-        shape = [None, *leaf.shape[1:]]
-        if isinstance(leaf, tf.RaggedTensor):
-            return tf.RaggedTensorSpec(shape, leaf.dtype, found.ragged_rank, leaf.row_splits.dtype)
-        kind = tf.SparseTensorSpec if isinstance(leaf, tf.SparseTensor) else tf.TensorSpec
-        return kind(shape, leaf.dtype)
+        shape = [None, *found.shape[1:]]
+        if isinstance(found, tf.RaggedTensorSpec):
+            splits = found.row_splits_dtype
+            return tf.RaggedTensorSpec(shape, found.dtype, found.ragged_rank, splits)
+        return type(found)(shape, found.dtype)
 
-    return tf.nest.map_structure(spec, to_tensors(batch))
+    leaves_are_types = any(isinstance(leaf, tf.TypeSpec) for leaf in tf.nest.flatten(batch))
+    return tf.nest.map_structure(spec, batch if leaves_are_types else to_tensors(batch))
 
 
 def unknown(number: Any) -> Any:

@@ -219,7 +219,7 @@ class Loop:
         all_folds += [folds.latest(like.latest)]
         # A replica may be without examples; XLA would compile the step twice.
         starts_with_first = sums.dense_bytes(like.sums) >= LARGE_SUMS and not (
-            replicas.in_several() or graph.in_xla()
+            replicas.in_several() or graph.in_xla() or micro_batches.may_be_empty
         )
         pieces = self._aux[1] if like.aux else []
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, Tuple
 
 import tensorflow as tf
 
-from macrobatch._checks import shown
+from macrobatch._checks import Refused, shown
 from macrobatch._tensorflow import graph, leaves, sums
 from macrobatch._types import Tensor
 
@@ -210,6 +210,16 @@ def losses_and_weights(result: Any) -> Tuple[Any, Any]:
 
 def _tensor(value: Any, dtype: Any = None) -> Tensor:
     return value if tf.is_tensor(value) else tf.convert_to_tensor(value, dtype)
+
+
+def is_whole_batch(is_cut: bool) -> None:
+    """Raises in a train step that has only a micro-batch in hand."""
+    if is_cut:
+        raise Refused(
+            "value_and_gradients needs the whole batch. Received: a call in the train_step of a "
+            "model that macrobatch.accumulate cuts into micro-batches. A step that calls "
+            "value_and_gradients needs nothing else: leave macrobatch.accumulate out."
+        )
 
 
 def is_one_batch(batch: Any) -> None:

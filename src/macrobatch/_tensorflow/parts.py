@@ -83,10 +83,11 @@ def gradients_of(
     Of several values, `of_loss` are the gradients for them of what is wanted.
     """
     found = tape.gradient(loss, weights, of_loss)
-    return [_shaped(gradient, v.shape) for gradient, v in zip(found, weights)]
+    return [shaped(gradient, v.shape) for gradient, v in zip(found, weights)]
 
 
-def _shaped(gradient: Gradient, shape: tf.TensorShape) -> Gradient:
+def shaped(gradient: Gradient, shape: tf.TensorShape) -> Gradient:
+    """A gradient with the shape of its variable."""
     if isinstance(gradient, tf.IndexedSlices):
         dense_shape = tf.constant(shape.as_list(), gradient.indices.dtype)
         return tf.IndexedSlices(gradient.values, gradient.indices, dense_shape)

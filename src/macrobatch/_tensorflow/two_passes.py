@@ -194,7 +194,8 @@ class TwoPasses:
 
     def _sized(self, rows: Any, output: Any) -> Any:
         """Rows of the whole batch, as long as an output of a micro-batch that may be cut."""
-        return leaves.sized_like(rows, output) if self._micro_batches.has_lengths else rows
+        is_cut = self._micro_batches.axis is not None
+        return leaves.sized_like(rows, output) if is_cut else rows
 
 
 class WithRows(MicroBatches):

@@ -1,0 +1,212 @@
+"""What depends on what in the trace of a step, and what cannot be right when the batch is cut."""
+
+from typing import Any, Dict, FrozenSet, List, NamedTuple, Optional, Tuple
+
+import tensorflow as tf
+
+from macrobatch._keras import batch_norm
+from macrobatch._keras.scope import Written, is_seed, unique
+from macrobatch._own_steps import checks
+from macrobatch._own_steps.plan import Asked, Plan
+from macrobatch._types import Tensor, Variable
+
+# What a tensor may depend on: the examples, and these tuples:
+# ("gradient", place): a gradient; ("applied", n): weights updated after n gradients;
+# ("state", id): what a metric's variable holds before the step;
+# ("metric", n, id): what it holds after n gradients.
+Marks = FrozenSet[Any]
+NONE: Marks = frozenset()
+EXAMPLES = "examples"
+
+# Operations that write a variable of TensorFlow, and that draw random numbers anew each time.
+WRITING = ("Assign", "ResourceScatter", "ResourceApply", "ResourceSparseApply")
+DRAWING = ("RandomStandardNormal", "RandomUniform", "TruncatedNormal", "Multinomial", "Stateful")
+
+
+class Write(NamedTuple):
+    """A value that a step assigns to a variable.
+
+    Attributes:
+        variable, value: these.
+        after: how many gradients had been asked for.
+        update: the place of the call of `update_state` in which it is; None if it is in none.
+    """
+
+    variable: Variable
+    value: Tensor
+    after: int
+    update: Optional[int]
+
+
+class Noted(NamedTuple):
+    """What a trace has seen of a step.
+
+    Attributes:
+        asked: of each gradient of variables, its targets, and which have a value for each example.
+        inner: of each gradient of tensors, likewise; and its sources.
+        writes: all values that were assigned.
+        updates: of each call of `update_state` of a Mean or Sum: the metric, how it counts if it
+            depends on examples, and its values and weights.
+        applied: optimizers, and the variables that they update.
+        metrics: by the identities of their variables.
+        logs: what the step returned.
+        counts: denominators that are counted.
+    """
+
+    asked: List[Tuple[Any, List[bool]]]
+    inner: List[Tuple[Any, List[bool], Any]]
+    writes: List[Write]
+    updates: List[Tuple[Any, str, Any]]
+    applied: List[Tuple[Any, List[Variable]]]
+    metrics: Dict[int, Any]
+    logs: Any
+    counts: List[Tensor]
+
+
+class Flow:
+    """What each tensor of a graph depends on."""
+
+    def __init__(self, graph: Any, marks: Dict[str, Marks]):
+        self.graph = graph
+        self._of: Dict[str, Marks] = {}
+        for operation in graph.get_operations():  # in an order in which inputs come first
+            found = marks.get(operation.name, NONE)
+            for each in operation.inputs:
+                found = found | self._of[each.op.name]
+            self._of[operation.name] = found
+
+    def of(self, nest: Any) -> Marks:
+        """The marks that some tensors of a nest depend on. Others than of the graph have none."""
+        flat = tf.nest.flatten(nest, expand_composites=True)
+        here = [t for t in flat if tf.is_tensor(t) and getattr(t, "graph", None) is self.graph]
+        return NONE.union(*(self._of[tensor.op.name] for tensor in here))
+
+    def writes_variables(self) -> List[str]:
+        """The names of TensorFlow variables that operations of the graph write."""
+        names = {id(v.handle): v.name for v in self.graph.variables}
+        outside = {id(inner): names.get(id(outer)) for outer, inner in self.graph.captures}
+        found = [o for o in self.graph.get_operations() if o.type.startswith(WRITING)]
+        return [str(outside.get(id(o.inputs[0])) or o.name) for o in found if len(o.inputs) > 1]
+
+    def draws_anew(self) -> bool:
+        """Whether tf.random is used, which draws other numbers whenever it runs."""
+        kinds = {operation.type for operation in self.graph.get_operations()}
+        return any(kind.startswith(DRAWING) and "Stateless" not in kind for kind in kinds)
+
+
+def plan(noted: Noted, flow: Flow, written: Written, trains: bool) -> Plan:
+    """What a step does. Raises for what cannot be right."""
+    checks.writes_no_variable_of_tensorflow(flow.writes_variables())
+    gradients = _grouped([(flow.of(targets), each) for targets, each in noted.asked])
+    last = max((each.group for each in gradients if each.of_examples), default=-1)
+    if trains:
+        checks.asks_for_gradients(len(gradients), last)
+    else:
+        checks.asks_for_nothing(len(gradients))
+
+    def is_late(marks: Marks) -> bool:
+        """Whether anything depends on what is known only after the last loop."""
+        return _is_after(marks, last)
+
+    updates = []
+    for metric, kind, values in noted.updates:
+        marks = flow.of(values)
+        checks.metric_is_in_time(metric.name, EXAMPLES in marks and is_late(marks))
+        if kind == "share" and values[1] is not None:
+            # A weight that depends on examples is their number.
+            kind = "own" if EXAMPLES in flow.of(values[1]) else "scaled"
+        updates.append(kind if EXAMPLES in marks else "once")
+    chained = _chained(noted, flow, updates, is_late)
+    moving = [v for layer in written.normalizing for v in batch_norm.statistics(layer)]
+    known = {id(v) for v in moving} | set(noted.metrics)
+    chained_ids = {id(variable) for variable in chained}
+    decaying = [v for layer in written.decaying for v in layer.non_trainable_variables]
+
+    def early(marks: Marks) -> bool:
+        """Whether anything depends on a metric that not all micro-batches have gone into yet."""
+        metrics = [mark for mark in marks if mark[0] == "metric" and mark[2] in chained_ids]
+        return trains and any(mark[1] <= last for mark in metrics)
+
+    for write in noted.writes:
+        if id(write.variable) not in known and not is_seed(write.variable):
+            marks = flow.of(write.value)
+            checks.written_once(write.variable.path, EXAMPLES in marks, is_late(marks))
+            checks.result_in_time(write.variable.path, early(marks))
+    for (targets, _), each in zip(noted.asked, gradients):
+        checks.loss_without_metrics(each.of_examples and early(flow.of(targets)))
+    for targets, per_example, sources in noted.inner:
+        is_mean = EXAMPLES in flow.of(targets) and not all(per_example)
+        checks.of_examples(is_mean and any(EXAMPLES not in flow.of(s) for s in sources))
+    checks.counts_of_the_batch(any(is_late(flow.of(count)) for count in noted.counts))
+    after: Dict[int, int] = {}
+    for write in noted.writes:
+        after.setdefault(id(write.variable), write.after)
+    return Plan(
+        gradients=gradients,
+        inner=[Asked(each, EXAMPLES in flow.of(targets)) for targets, each, _ in noted.inner],
+        last=last,
+        updates=updates,
+        variables=list(written.variables),
+        written_after=after,
+        chained=unique([*chained, *decaying]),
+        pooled=dict(written.pooled),
+        decaying=list(written.decaying),
+        logs=[
+            _is_mean(name, log, flow.of(log), is_late, early) for name, log in _named(noted.logs)
+        ],
+        applied=noted.applied,
+        counts=len(noted.counts),
+        draws_anew=flow.draws_anew(),
+    )
+
+
+def _grouped(asked: List[Tuple[Marks, List[bool]]]) -> List[Asked]:
+    """The gradients, in groups that do not depend on what the step makes of each other."""
+    found: List[Asked] = []
+    for place, (marks, per_example) in enumerate(asked):
+        group = found[-1].group if found else 0
+        if _is_after(marks, group):
+            group = place
+        found.append(Asked(per_example, EXAMPLES in marks, group))
+    return found
+
+
+def _is_after(marks: Marks, place: int) -> bool:
+    """Whether anything depends on the gradient at this place, or on later gradients or updates."""
+    return any(
+        (kind == "gradient" and where >= place) or (kind == "applied" and where > place)
+        for kind, where in (mark[:2] for mark in marks if mark != EXAMPLES)
+    )
+
+
+def _chained(noted: Noted, flow: Flow, updates: List[str], is_late: Any) -> List[Variable]:
+    """The variables of metrics into which all micro-batches go."""
+    chained: List[Variable] = []
+    for metric in {id(metric): metric for metric in noted.metrics.values()}.values():
+        own = {id(variable) for variable in metric.variables}
+        writes = [write for write in noted.writes if id(write.variable) in own]
+        direct = [flow.of(write.value) for write in writes if write.update is None]
+        through = [updates[write.update] for write in writes if write.update is not None]
+        if any(EXAMPLES in marks for marks in direct) or any(kind != "once" for kind in through):
+            for marks in direct:
+                checks.metric_is_in_time(metric.name, EXAMPLES in marks and is_late(marks))
+            checks.counts_examples(metric.name, all(EXAMPLES in marks for marks in direct))
+            chained += metric.variables
+    return chained
+
+
+def _named(logs: Any) -> List[Tuple[str, Any]]:
+    """The logs, each with its name."""
+    checks.logs_by_name(logs)
+    return [(name, log) for name, log in sorted(logs.items())]
+
+
+def _is_mean(name: str, log: Tensor, marks: Marks, is_late: Any, early: Any) -> bool:
+    """Whether a log is a mean over the examples; if not, it is what the real run comes to."""
+    checks.result_in_time(name, early(marks))
+    if EXAMPLES not in marks:
+        return False
+    checks.log_is_in_time(name, is_late(marks))
+    checks.log_of_one_kind(name, any(mark[0] in ("metric", "state") for mark in marks))
+    checks.log_is_a_number(name, log.shape)
+    return True

@@ -1,0 +1,129 @@
+"""A step in the trial whether examples meet: the losses whose gradients it asks for."""
+
+from typing import Any, Callable, Dict, List, Optional
+
+import keras
+import tensorflow as tf
+
+from macrobatch._keras import meeting, meeting_checks, stateless
+from macrobatch._keras import model as models
+from macrobatch._keras.scope import Written
+from macrobatch._own_steps import checks
+from macrobatch._own_steps.plan import Plan
+from macrobatch._own_steps.runs import Counting, Place
+from macrobatch._own_steps.scope import StepScope
+from macrobatch._tensorflow.engine import ENGINE
+from macrobatch._types import Batch, Tensor
+
+# What rounding may bring to a mean of examples that come twice.
+TOLERANCES = {"float64": 1e-6, "float32": 1e-3}
+COARSE = 5e-2
+
+
+class _Trying(Counting):
+    """A run of a micro-batch for its losses. It has no gradients, and updates nothing."""
+
+    def __init__(self, plan: Plan, place: Place):
+        super().__init__(plan, place)
+        self.losses: Dict[str, Tensor] = {}
+
+    def gradient_of_variables(
+        self, plain: Any, tape: Any, target: Any, sources: Any, output_gradients: Any
+    ) -> Any:
+        place = len(self.gradients)
+        for index, value in enumerate(tf.nest.flatten(target)):
+            self.losses[f"{place} {index}"] = tf.convert_to_tensor(value)
+        return super().gradient_of_variables(plain, tape, target, sources, output_gradients)
+
+
+class TriedStep:
+    """A train step as a function of a micro-batch that leaves everything as it was."""
+
+    def __init__(
+        self,
+        step: Callable[[Batch], Any],
+        plan: Plan,
+        weight: Optional[Callable[..., Any]] = None,
+    ):
+        """Takes a step.
+
+        Args:
+            step: the step.
+            plan: what it does.
+            weight: a function of (x, y, sample_weight) that gives the weight of a micro-batch.
+        """
+        self._step, self._plan, self._weight = step, plan, weight
+        self._drew = plan.draws_anew
+
+    def found(self, micro_batch: Batch) -> meeting.Found:
+        """What the losses bring to those of a whole batch, each a sum over examples."""
+        place = self._place(micro_batch)
+        found = {}
+        for name, value in self._losses(micro_batch, place).items():
+            if self._is_sum(name):  # The tape sums a value for each example.
+                found[name] = tf.reduce_sum(value)
+            else:
+                found[name] = tf.reduce_sum(value * tf.cast(place.share, value.dtype))
+        return found
+
+    def _is_sum(self, name: str) -> bool:
+        place, index = map(int, name.split())
+        return self._plan.gradients[place].per_example[index]
+
+    def _place(self, micro_batch: Batch) -> Place:
+        """A micro-batch as a part of a batch in which every denominator is 1."""
+        examples = ENGINE.examples(micro_batch)
+        share, ones = tf.cast(examples, tf.float64), [tf.ones([])] * self._plan.counts
+        if self._weight is None:
+            return Place(examples, 1, share, True, ones)
+        arguments = keras.utils.unpack_x_y_sample_weight(micro_batch)
+        own = models.user_weight(self._weight, arguments, ENGINE).own
+        return Place(examples, 1, tf.cast(own, tf.float64), False, ones)
+
+    def _losses(self, micro_batch: Batch, place: Place) -> Dict[str, Tensor]:
+        run = _Trying(self._plan, place)
+
+        def scope(*given: Any) -> StepScope:
+            run.scope = StepScope(run, *given)
+            return run.scope
+
+        written = Written(self._plan.variables, [], ENGINE, scope)
+        values = [None] * len(self._plan.variables)
+        stateless.run(lambda: run.run(self._step, micro_batch), written, values, alone=True)
+        self._drew = self._drew or written.drew or written.dropped
+        return run.losses
+
+    def messages(self, groups: meeting.Groups, verdict: meeting.Verdict) -> List[str]:
+        """What to say of a trial."""
+        if verdict.is_random:
+            return [meeting_checks.RANDOM]
+        if verdict.layers or verdict.values:
+            places = sorted({int(name.split()[0]) for name in verdict.values})
+            return [checks.examples_meet(verdict.layers, places)]
+        places = self._no_means(groups.micro_batches[0])
+        return [checks.no_mean(places)] if places else []
+
+    def _no_means(self, micro_batch: Batch) -> List[int]:
+        """The places of gradients whose losses are another number for the same examples twice.
+
+        A sum, or a sum over a constant batch size, has no examples that meet. It is no mean either.
+        """
+        twice = tf.nest.map_structure(
+            lambda leaf: None if leaf is None else ENGINE.concatenated([leaf, leaf]), micro_batch
+        )
+        once, both = (self._losses(each, self._place(each)) for each in (micro_batch, twice))
+        if self._drew:  # The second time, other numbers were drawn.
+            return []
+        return sorted(
+            {
+                int(name.split()[0])
+                for name, value in once.items()
+                if not self._is_sum(name) and not _same(value, both[name])
+            }
+        )
+
+
+def _same(one: Tensor, other: Tensor) -> bool:
+    tolerance = TOLERANCES.get(one.dtype.name, COARSE)
+    size = tf.reduce_max(tf.maximum(tf.abs(one), tf.abs(other)))
+    return bool(tf.reduce_all(tf.abs(one - other) <= tf.cast(tolerance, one.dtype) * size))

@@ -1,0 +1,568 @@
+"""Models with a train step of their own: the updates of plain `fit` on the whole batch."""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from fit import step_cases
+from fit.step_cases import CASES
+from support import MODES, assert_same_history, thorough
+
+import macrobatch
+
+
+def state_of(model):
+    """All variables of a model, its metrics and its optimizers."""
+    optimizers = getattr(model, "optimizers", ()) or [model.optimizer]
+    variables = [*model.variables, *model.metrics_variables]
+    variables += [variable for optimizer in optimizers for variable in optimizer.variables]
+    return {variable.path: variable.numpy() for variable in variables}
+
+
+def trained(build, data, mode, cut=None, epochs=2, dtype=None, **fit):
+    keras.utils.set_random_seed(7)
+    model = build(dict(mode))
+    if cut:
+        macrobatch.accumulate(model, **cut)
+    dataset = tf.data.Dataset.from_tensor_slices(data).batch(20)
+    keras.utils.set_random_seed(3)
+    history = model.fit(dataset, epochs=epochs, shuffle=False, verbose=0, **fit).history
+    return model, history
+
+
+@functools.lru_cache(maxsize=None)
+def reference(name):
+    """What plain Keras comes to, in a graph."""
+    model, history = trained(*CASES[name], {})
+    return list(state_of(model).values()), history
+
+
+def assert_as_plain(name, mode, **cut):
+    values, history = reference(name)
+    model, other = trained(*CASES[name], mode, cut or {"micro_batch_size": 3})
+    found = state_of(model)
+    assert len(found) == len(values)
+    for value, (path, own) in zip(values, found.items()):
+        np.testing.assert_allclose(own, value, rtol=0, atol=1e-10, err_msg=path)
+    assert_same_history(history, other)
+
+
+@pytest.mark.filterwarnings("ignore:BatchNormalization:macrobatch.ExactnessWarning")
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize("name", CASES)
+def test_steps(name, mode):
+    assert_as_plain(name, MODES[mode])
+
+
+@pytest.mark.filterwarnings("ignore:BatchNormalization:macrobatch.ExactnessWarning")
+@pytest.mark.parametrize(
+    "name",
+    ["gan", *(pytest.param(name, marks=thorough) for name in CASES if name != "gan")],
+)
+def test_steps_that_are_compiled(name):
+    assert_as_plain(name, MODES["compiled"])
+
+
+@pytest.mark.filterwarnings("ignore:Nothing is being accumulated")
+@pytest.mark.parametrize("size", [1, 20, 64])
+def test_micro_batches_of_any_size(size):
+    assert_as_plain("autoencoder", {}, micro_batch_size=size)
+
+
+def step_of(function, **attributes):
+    """A compiled model with a train step of its own."""
+    model = step_cases.functional(type("Own", (keras.Model,), {"train_step": function}))
+    for name, value in attributes.items():
+        setattr(model, name, value)
+    model.compile(step_cases.adam(), "mse")
+    return model
+
+
+def gradients_of(model, data, function=tf.reduce_mean):
+    x, y = data
+    with tf.GradientTape() as tape:
+        loss = function((model(x, training=True) - y) ** 2)
+    return loss, tape.gradient(loss, model.trainable_variables)
+
+
+def update(model, data):
+    loss, gradients = gradients_of(model, data)
+    model.optimizer.apply(gradients, model.trainable_variables)
+    return loss
+
+
+def writes_examples(self, data):
+    self.queue.assign(tf.reduce_mean(data[0], 0))
+    return {"loss": update(self, data)}
+
+
+def writes_tensorflow(self, data):
+    self.steps.assign_add(1)
+    return {"loss": update(self, data)}
+
+
+def logs_after_the_update(self, data):
+    update(self, data)
+    return {"after": tf.reduce_mean((self(data[0]) - data[1]) ** 2)}
+
+
+def logs_gradients_of_examples(self, data):
+    loss, gradients = gradients_of(self, data)
+    self.optimizer.apply(gradients, self.trainable_variables)
+    return {"both": loss * tf.linalg.global_norm(gradients)}
+
+
+def metric_after_the_update(self, data):
+    update(self, data)
+    self.after.update_state(tf.reduce_mean((self(data[0]) - data[1]) ** 2))
+    return {"loss": self.after.result()}
+
+
+def area_after_the_update(self, data):
+    update(self, data)
+    self.area.update_state(data[1] > 0, tf.sigmoid(self(data[0])))
+    return {"loss": self.area.result()}
+
+
+def result_too_early(self, data):
+    self.after.update_state(tf.reduce_mean((self(data[0]) - data[1]) ** 2))
+    logs = {"early": self.after.result()}
+    update(self, data)
+    return logs
+
+
+def resets_a_metric(self, data):
+    loss = update(self, data)
+    self.after.reset_state()
+    self.after.update_state(loss)
+    return {"loss": self.after.result()}
+
+
+def no_gradient(self, data):
+    return {"loss": tf.reduce_mean(self(data[0]))}
+
+
+def gradient_of_weights_only(self, data):
+    with tf.GradientTape() as tape:
+        loss = tf.add_n(self.losses)
+    gradients = tape.gradient(loss, self.trainable_variables)
+    self.optimizer.apply(gradients, self.trainable_variables)
+    return {"loss": loss}
+
+
+def gradient_in_a_condition(self, data):
+    tf.cond(self.optimizer.iterations > 0, lambda: update(self, data), lambda: update(self, data))
+    return {}
+
+
+def gradient_in_a_function(self, data):
+    return {"loss": tf.function(lambda data: update(self, data))(data)}
+
+
+def gradient_of_a_gradient(self, data):
+    with tf.GradientTape() as outer:
+        loss, inner = gradients_of(self, data)
+        kernel, *_ = self.trainable_variables
+        moved = tf.tanh(data[0] @ (kernel - 0.1 * inner[0]))
+        loss = tf.reduce_mean(moved**2)
+    gradients = outer.gradient(loss, [kernel])
+    self.optimizer.apply(gradients, [kernel])
+    return {"loss": loss}
+
+
+def jacobian(self, data):
+    with tf.GradientTape() as tape:
+        outputs = tf.reduce_mean(self(data[0]), 0)
+    tape.jacobian(outputs, self.trainable_variables)
+    return {"loss": update(self, data)}
+
+
+def gradient_of_a_shared_tensor(self, data):
+    shift = tf.zeros([4], data[0].dtype)
+    with tf.GradientTape() as tape:
+        tape.watch(shift)
+        loss = tf.reduce_mean(self(data[0] + shift))
+    shift = tape.gradient(loss, shift)
+    return {"loss": update(self, (data[0] + shift, data[1]))}
+
+
+def several_values_in_a_log(self, data):
+    update(self, data)
+    return {"values": tf.reduce_mean(data[0], 0)}
+
+
+def metric_and_examples_in_a_log(self, data):
+    loss = update(self, data)
+    self.after.update_state(loss)
+    return {"mixed": loss - self.after.result()}
+
+
+def logs_without_names(self, data):
+    return update(self, data)
+
+
+def calls_value_and_gradients(self, data):
+    weights = self.trainable_variables
+    loss, gradients = macrobatch.value_and_gradients(
+        lambda part: tf.reduce_mean((self(part[0]) - part[1]) ** 2, -1),
+        weights,
+        data,
+        micro_batch_size=3,
+    )
+    self.optimizer.apply(gradients, weights)
+    return {"loss": loss}
+
+
+def cannot_be_traced(self, data):
+    update(self, data)
+    return {"loss": float(tf.reduce_mean(data[0]))}
+
+
+def counts_batches(self, data):
+    loss = update(self, data)
+    self.own.update_state(loss)
+    return {"loss": self.own.result()}
+
+
+class Counting(keras.metrics.Metric):
+    """A mean of batches, whatever their sizes."""
+
+    def __init__(self):
+        super().__init__(name="counting")
+        self.total = self.add_weight(name="total", initializer="zeros")
+        self.batches = self.add_weight(name="batches", initializer="zeros")
+
+    def update_state(self, value):
+        self.total.assign_add(value)
+        self.batches.assign_add(1.0)
+
+    def result(self):
+        return self.total / self.batches
+
+
+REFUSED = {
+    writes_examples: r"variable '.*queue'.*depends on the examples.*has_aux=True",
+    writes_tensorflow: r"variables of TensorFlow.*steps.*keras\.Variable",
+    logs_after_the_update: r"log 'after'.*weights after the last update.*evaluate",
+    logs_gradients_of_examples: "log 'both'.*last gradient",
+    metric_after_the_update: "metric 'after'.*weights after the last update",
+    area_after_the_update: "metric 'area'.*weights after the last update",
+    result_too_early: "'early' takes the result of a metric before the last call",
+    resets_a_metric: "metric 'after'.*reset_state",
+    counts_batches: r"metric 'counting'.*keras\.metrics\.Mean",
+    no_gradient: r"no gradient of variables.*value_and_gradients",
+    gradient_of_weights_only: "No gradient that the train_step takes depends on the batch",
+    gradient_in_a_condition: r"tape\.gradient must be called by the train_step itself",
+    gradient_in_a_function: r"tape\.gradient must be called by the train_step itself",
+    gradient_of_a_gradient: "while a tape still records",
+    jacobian: r"tape\.jacobian with respect to variables",
+    gradient_of_a_shared_tensor: "does not depend on the examples",
+    several_values_in_a_log: r"log 'values' must be a scalar.*\(4,\)",
+    metric_and_examples_in_a_log: "log 'mixed' is made of the examples and of the result",
+    logs_without_names: "logs as a dictionary",
+    calls_value_and_gradients: r"needs the whole batch.*leave macrobatch\.accumulate out",
+    cannot_be_traced: r"cannot be traced.*\.numpy\(\)",
+}
+
+
+@pytest.mark.parametrize("mode", ["graph", pytest.param("eager", marks=thorough)])
+@pytest.mark.parametrize("function", REFUSED, ids=lambda function: function.__name__)
+def test_what_cannot_be_right_is_refused(function, mode):
+    model = step_of(
+        function,
+        queue=keras.Variable(np.zeros(4), trainable=False, name="queue"),
+        steps=tf.Variable(0, name="steps"),
+        after=keras.metrics.Mean("after"),
+        area=keras.metrics.AUC(5, name="area"),
+        own=Counting(),
+    )
+    model.compile(step_cases.adam(), "mse", **MODES[mode])
+    macrobatch.accumulate(model, 3)
+    before = [
+        *map(np.array, model.weights),
+        int(model.steps),
+        *map(np.array, model.metrics_variables),
+    ]
+    with pytest.raises(ValueError, match=f"(?s){REFUSED[function]}"):
+        model.fit(step_cases.X, step_cases.Y, batch_size=20, verbose=0)
+    after = [
+        *map(np.array, model.weights),
+        int(model.steps),
+        *map(np.array, model.metrics_variables),
+    ]
+    for one, other in zip(before, after):
+        np.testing.assert_array_equal(one, other)
+    assert int(model.optimizer.iterations) == 0
+
+
+def assert_same_training(build, data, cut, tolerance=1e-10, **fit):
+    """Trains plainly and accumulated. Returns the accumulated model."""
+    plain, history = trained(build, data, {}, **fit)
+    model, other = trained(build, data, {}, cut, **fit)
+    for (path, value), own in zip(state_of(plain).items(), state_of(model).values()):
+        np.testing.assert_allclose(own, value, rtol=0, atol=tolerance, err_msg=path)
+    assert_same_history(history, other, tolerance)
+    return model
+
+
+def scaled(self, data):
+    with tf.GradientTape() as tape:
+        y_pred = self(data[0], training=True)
+        loss = self.compute_loss(data[0], data[1], y_pred)
+        scaled = self.optimizer.scale_loss(loss)
+    gradients = tape.gradient(scaled, self.trainable_variables)
+    self.optimizer.apply(gradients, self.trainable_variables)
+    return self.compute_metrics(data[0], data[1], y_pred) | {"loss": loss}
+
+
+@pytest.mark.parametrize("dtype", ["float64", "mixed_float16"])
+def test_a_loss_scale(dtype):
+    def build(mode):
+        model = step_of(scaled)
+        optimizer = keras.optimizers.LossScaleOptimizer(step_cases.adam(), 128.0, 2)
+        model.compile(optimizer, "mse", metrics=["mae"], **mode)
+        return model
+
+    if dtype != "float64":
+        keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy(dtype)
+    tolerance = 1e-10 if dtype == "float64" else 2e-2
+    model = assert_same_training(build, CASES["guide"][1], {"micro_batch_size": 3}, tolerance)
+    assert float(model.optimizer.dynamic_scale) == 128.0 * 2**3  # after two updates, six in all
+
+
+def mean_over_tokens(self, data):
+    tokens, labels, real = data
+    with tf.GradientTape() as tape:
+        losses = keras.losses.sparse_categorical_crossentropy(labels, self(tokens), True)
+        loss = tf.reduce_sum(losses * real) / tf.reduce_sum(real)
+    gradients = tape.gradient(loss, self.trainable_variables)
+    gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
+    self.optimizer.apply(gradients, self.trainable_variables)
+    self.own.update_state(loss)
+    return {"loss": self.own.result(), "raw": loss}
+
+
+def test_a_mean_over_something_else():
+    """With `micro_batch_weight`, also where a micro-batch has no weight at all."""
+
+    def build(mode):
+        inputs = keras.Input([6], dtype="int32")
+        outputs = keras.layers.Dense(9)(keras.layers.Embedding(9, 3)(inputs))
+        model = type("Own", (keras.Model,), {"train_step": mean_over_tokens})(inputs, outputs)
+        model.own = keras.metrics.Mean()
+        model.compile(step_cases.adam(), **mode)
+        return model
+
+    tokens = step_cases.TOKENS
+    real = np.where(np.arange(45)[:, None] < 3, 0.0, tokens > 0)
+    weight = {"micro_batch_weight": lambda x, y, weights: tf.reduce_sum(weights)}
+    cut = {"micro_batch_size": 3, **weight}
+    assert_same_training(build, (tokens, (tokens + 1) % 9, real), cut)
+
+
+def draws(self, data):
+    x = data[0]
+    noise = keras.random.normal(tf.shape(x), dtype=x.dtype, seed=self.seeds)
+    found = []
+    for _ in range(2):
+        with tf.GradientTape() as tape:
+            outputs = self(x) + 0.0 * sum(tf.reduce_sum(each) for each in found)
+            loss = tf.reduce_mean(outputs * noise[:, :2])
+        found.append(tape.gradient(loss, self.trainable_variables)[-1])
+    self.optimizer.apply([found[0]], [self.trainable_variables[-1]])
+    return {"difference": tf.reduce_max(tf.abs(found[0] - found[1])), "first": found[0][0]}
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_a_micro_batch_draws_the_same_for_all_gradients(mode):
+    model = step_of(draws, seeds=keras.random.SeedGenerator(1))
+    model.compile(step_cases.adam(), **MODES[mode])
+    macrobatch.accumulate(model, 3)
+    data = step_cases.X[:20], step_cases.Y[:20]
+    history = model.fit(*data, batch_size=20, epochs=3, shuffle=False, verbose=0).history
+    np.testing.assert_array_less(history["difference"], 1e-14)
+    assert len(set(history["first"])) == 3  # but other numbers in each step
+    assert int(model.seeds.state[1]) == 3
+
+
+def test_micro_batches_draw_different_numbers():
+    def equal_rows(self, data):
+        noise = keras.random.normal([tf.shape(data[0])[0], 1], dtype="float64", seed=self.seeds)
+        loss = update(self, data)
+        return {"loss": loss, "mean": tf.reduce_mean(noise), "square": tf.reduce_mean(noise**2)}
+
+    model = step_of(equal_rows, seeds=keras.random.SeedGenerator(1))
+    macrobatch.accumulate(model, 1)
+    logs = model.fit(step_cases.X, step_cases.Y, batch_size=45, verbose=0).history
+    assert logs["square"][0] - logs["mean"][0] ** 2 > 0.3
+
+
+def tf_random(self, data):
+    noise = tf.random.normal(tf.shape(data[0]), dtype=data[0].dtype)
+    update(self, (data[0] + noise, data[1]))
+    return {"loss": update(self, (data[0] + noise, data[1]))}
+
+
+def test_what_tf_random_draws_is_warned_of():
+    model = macrobatch.accumulate(step_of(tf_random), 3)
+    with pytest.warns(macrobatch.ExactnessWarning) as warned:
+        model.fit(step_cases.X, step_cases.Y, batch_size=20, verbose=0)
+    several, meeting = (str(warning.message) for warning in warned)
+    assert "takes several gradients" in several
+    assert "It is not known whether examples meet" in meeting
+
+
+def test_batch_normalization_is_warned_of():
+    model = macrobatch.accumulate(step_cases.statistics({}), 3)
+    with pytest.warns(macrobatch.ExactnessWarning, match="BatchNormalization"):
+        model.fit(step_cases.X, step_cases.Y, batch_size=20, verbose=0)
+
+
+def contrastive(self, data):
+    with tf.GradientTape() as tape:
+        one, two = (tf.math.l2_normalize(self(part), 1) for part in (data[0], data[0] + 0.1))
+        likeness = tf.matmul(one, two, transpose_b=True)
+        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
+            tf.range(tf.shape(one)[0]), likeness
+        )
+    gradients = tape.gradient(losses, self.trainable_variables)
+    self.optimizer.apply(gradients, self.trainable_variables)
+    return {"loss": tf.reduce_mean(losses)}
+
+
+def coupled_second_loss(self, data):
+    update(self, data)
+    with tf.GradientTape() as tape:
+        outputs = self(data[0])
+        loss = tf.reduce_mean((outputs - tf.reduce_mean(outputs, 0)) ** 2)
+    gradients = tape.gradient(loss, self.trainable_variables)
+    self.optimizer.apply(gradients, self.trainable_variables)
+    return {"loss": loss}
+
+
+def summed(self, data):
+    loss, gradients = gradients_of(self, data, tf.reduce_sum)
+    self.optimizer.apply(gradients, self.trainable_variables)
+    return {"loss": loss}
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (contrastive, r"Examples meet.*number 1.*forward="),
+        (coupled_second_loss, r"Examples meet.*number 2.*forward="),
+        (mean_over_tokens, "Examples meet.*micro_batch_weight="),
+        (summed, "number 1.*is none.*Take a mean"),
+    ],
+)
+def test_losses_that_are_no_means_over_examples_are_warned_of(function, message):
+    model = step_of(function)
+    model.own = keras.metrics.Mean()
+    data = step_cases.X, step_cases.Y
+    if function is mean_over_tokens:
+        data = step_cases.X, np.arange(45) % 2, step_cases.UNIFORM[:, 0]
+    macrobatch.accumulate(model, 3)
+    with pytest.warns(macrobatch.ExactnessWarning, match=f"(?s){message}"):
+        model.fit(tf.data.Dataset.from_tensor_slices(data).batch(20), shuffle=False, verbose=0)
+
+
+class Evaluated(keras.Model):
+    """A test step of its own, with a metric and a raw mean."""
+
+    sizes = ()
+
+    def test_step(self, data):
+        x, y = data
+        type(self).sizes = (*self.sizes, x.shape[0])
+        y_pred = self(x, training=False)
+        loss = self.compute_loss(y=y, y_pred=y_pred)
+        logs = self.compute_metrics(x, y, y_pred)
+        return {**logs, "loss": loss}
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_an_own_test_step(mode):
+    model = step_cases.functional(Evaluated)
+    model.compile("sgd", "mse", metrics=["mae"], **MODES[mode])
+    data = step_cases.X, step_cases.Y
+    plain = model.evaluate(*data, batch_size=20, verbose=0, return_dict=True)
+    macrobatch.accumulate(model, 3)
+    Evaluated.sizes = ()
+    cut = model.evaluate(*data, batch_size=20, verbose=0, return_dict=True)
+    np.testing.assert_allclose([*cut.values()], [*plain.values()], rtol=1e-12)
+    assert list(cut) == list(plain)
+    assert set(Evaluated.sizes) <= {None, 1, 2, 3}
+
+
+def test_an_own_test_step_that_remembers_examples_stays_whole():
+    class Remembering(keras.Model):
+        def test_step(self, data):
+            self.latest.assign(tf.reduce_max(data))
+            return {"latest": self.latest + 0.0}
+
+    model = step_cases.functional(Remembering)
+    model.latest = keras.Variable(0.0, dtype="float64", trainable=False)
+    model.compile("sgd", "mse")
+    macrobatch.accumulate(model, 3)
+    assert model.evaluate(step_cases.X, batch_size=45, verbose=0) == step_cases.X.max()
+
+
+def test_ways_to_train():
+    """`train_on_batch`, several steps at a time, a step of the instance, and `release`."""
+    x, y = CASES["guide"][1]
+
+    def one_by_one(accumulated):
+        model = step_of(lambda self, data: {"loss": update(self, data[:2])})
+        if accumulated:
+            macrobatch.accumulate(model, 3)
+        for start in (0, 20, 40):
+            model.train_on_batch(x[start : start + 20], y[start : start + 20])
+        return model.get_weights()
+
+    def several(accumulated):
+        model = step_cases.functional(keras.Model)
+        own = model.train_step = lambda data: {"loss": update(model, data)}
+        model.compile(step_cases.adam(), steps_per_execution=2)
+        if accumulated:
+            macrobatch.accumulate(model, 3)
+        model.fit(x[:40], y[:40], batch_size=20, shuffle=False, verbose=0)
+        if accumulated:
+            assert model.train_step is not own
+            assert macrobatch.release(model).train_step is own
+        return model.get_weights()
+
+    for way in (one_by_one, several):
+        found = []
+        for accumulated in (False, True):
+            keras.utils.set_random_seed(7)
+            found.append(way(accumulated))
+        for one, other in zip(*found):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
+
+
+def test_settings_that_do_not_go_with_an_own_step():
+    inputs = keras.Input([None])
+    model = step_cases.Guide(inputs, inputs)
+    with pytest.raises(ValueError, match=r"sequence_axis=1.*value_and_gradients"):
+        macrobatch.accumulate(model, 3, sequence_axis=1)
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = step_cases.guide({})
+    with pytest.raises(ValueError, match=r"2 replicas.*value_and_gradients"):
+        macrobatch.accumulate(model, 3)
+
+
+def test_a_step_that_decides_in_python():
+    def sometimes(self, data):
+        if int(self.optimizer.iterations if tf.executing_eagerly() else 0) < 2:
+            return {"loss": update(self, data)}
+        update(self, data)
+        return {"loss": update(self, data)}
+
+    model = step_of(sometimes)
+    model.compile(step_cases.adam(), run_eagerly=True)
+    macrobatch.accumulate(model, 3)
+    with pytest.raises(ValueError, match=r"called tape\.gradient 2 times. Expected: 1 times"):
+        model.fit(step_cases.X, step_cases.Y, batch_size=20, verbose=0)
