@@ -18,7 +18,8 @@ class Patch:
     """A function of a module or class, and what is called instead of it inside a context.
 
     What is called instead gets the function, what the context was entered with, and the arguments.
-    Other threads, and code outside of the context, call the function itself.
+    Other threads, and code outside of the context, call the function itself. Inside `beneath`, what
+    counts as the function itself is another one.
     """
 
     def __init__(self, place: Callable[[], Any], name: str, instead: Callable[..., Any]):
@@ -37,6 +38,16 @@ class Patch:
         finally:
             self._local.value = before
 
+    @contextlib.contextmanager
+    def beneath(self, other: Callable[..., Any]) -> Iterator[None]:
+        """Lets everybody who calls the function call another one, which gets the function first."""
+        self._install()
+        self._local.other = other
+        try:
+            yield
+        finally:
+            self._local.other = None
+
     def _install(self) -> None:
         place = self._place()
         with self._installing:
@@ -47,9 +58,11 @@ class Patch:
             @functools.wraps(function)
             def call(*args: Any, **kwargs: Any) -> Any:
                 value = getattr(self._local, "value", None)
+                other = getattr(self._local, "other", None)
+                plain = function if other is None else functools.partial(other, function)
                 if value is None:
-                    return function(*args, **kwargs)
-                return self._instead(function, value, *args, **kwargs)
+                    return plain(*args, **kwargs)
+                return self._instead(plain, value, *args, **kwargs)
 
             self._installed = call
             setattr(place, self._name, call)

@@ -1,0 +1,279 @@
+"""The model that is compared: a copy of the user's in float64, where there can be one, or else
+another model of the same layers, whose variables are put back.
+"""
+
+import contextlib
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import tree
+
+from macrobatch import _internals, _internals_verify
+from macrobatch._fit import install
+from macrobatch._keras import model as models
+from macrobatch._keras.report import overrides
+from macrobatch._types import Batch
+from macrobatch._verify.unchanged import in_float64
+
+# Two forward passes, one of them in float32, are the same model's if they differ by less.
+FAITHFUL = {"float64": 1e-9, "float32": 1e-3}
+COARSE = 0.1
+
+FLOATS = ("float16", "bfloat16", "float32", "float64")
+
+
+class Subject(NamedTuple):
+    """A model to compare on.
+
+    Attributes:
+        model: the model, compiled. Its optimizer is a copy.
+        batch: x, y and sample_weight, in its dtype.
+        dtype: the narrowest in which anything in it computes.
+        settings: a context in which it runs.
+        notes: what is not as usual.
+    """
+
+    model: Any
+    batch: Batch
+    dtype: str
+    settings: Callable[[], Any]
+    notes: Tuple[str, ...]
+
+
+class CannotCopy(Exception):
+    """A model cannot be copied, and why."""
+
+
+def copied(model: Any, batch: Batch) -> Subject:
+    """A copy of a model in float64, with the same weights. Raises CannotCopy."""
+    for name in ("train_step", "compile", "compute_loss", "compute_metrics"):
+        own = vars(model).get(name)
+        if own is not None and not _is_installed(own):
+            raise CannotCopy(f"{name} is set on the model itself")
+    if type(model).compile is not keras.Model.compile:
+        raise CannotCopy(f"{type(model).__name__} overrides compile")
+    wide = _widened(batch)
+    try:
+        with in_float64():
+            clone = _clone(model)
+            if not all(layer.built for layer in _internals.layers_of(clone)):
+                _internals.predictions(clone, wide[0], False)
+            if all(layer.built for layer in _internals.layers_of(model)):
+                _give_weights(model, clone)
+                _check_faithful(model, batch, clone, wide)
+            notes = _compile(model, clone, _internals_verify.in_float64)
+    except CannotCopy:
+        raise
+    except Exception as error:  # whatever the user's classes do when they are made anew
+        raise CannotCopy(_first_line(error)) from error
+    return Subject(clone, wide, "float64", in_float64, notes)
+
+
+def itself(model: Any, batch: Batch, why: str) -> Subject:
+    """Another model of the same layers and variables."""
+    if not all(layer.built for layer in _internals.layers_of(model)):
+        raise ValueError(
+            f"The model {model.name!r} has no weights yet, and cannot be copied ({why}). Build it "
+            "first: call it on a batch, model(x)."
+        )
+    if _internals.strategy_of(model) is not None:
+        raise ValueError(
+            f"The model {model.name!r} was made in the scope of a strategy, and cannot be copied "
+            f"({why}). Make it outside of strategy.scope() to verify it."
+        )
+    other = _internals_verify.copy_of_model(model)
+    for name, method in list(vars(other).items()):
+        if _is_installed(method):
+            del vars(other)[name]
+    # A compile of the user's own has made more than the arguments of Keras' compile tell.
+    is_own = type(model).compile is not keras.Model.compile
+    notes = _own_compile(model, other) if is_own else _compile(model, other, lambda loss: loss)
+    dtype = narrowest(model)
+    return Subject(other, batch, dtype, contextlib.nullcontext, notes)
+
+
+def narrowest(model: Any) -> str:
+    """The narrowest float dtype in which a layer computes, or Keras by default."""
+    found = {getattr(layer, "compute_dtype", None) for layer in _internals.layers_of(model)}
+    found.add(keras.config.floatx())
+    return next(dtype for dtype in FLOATS if dtype in found)
+
+
+def _is_installed(method: Any) -> bool:
+    return isinstance(getattr(method, "__self__", None), install.Accumulation)
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+
+
+# Copies
+
+
+def _clone(model: Any) -> Any:
+    """A model like another one, whose layers are made anew, in float64."""
+    kinds = {type(layer).__name__: type(layer) for layer in _internals.layers_of(model)}
+    with keras.utils.custom_object_scope(kinds):
+        clone = None
+        if getattr(model, "inputs", None):
+            clone = _clone_of_graph(model)
+        if type(clone) is not type(model):
+            clone = _made_again(model)
+    if type(clone) is not type(model):
+        raise CannotCopy(f"from_config of {type(model).__name__} makes another class")
+    return clone
+
+
+def _made_again(model: Any) -> Any:
+    """A model of a class of the user's. Its layers have the dtype that new layers get."""
+    arguments = _internals_verify.init_arguments(model)
+    if arguments is None:
+        return type(model).from_config(_config_in_float64(model.get_config()))
+    return type(model)(**{k: v for k, v in arguments.items() if k != "dtype"})
+
+
+def _clone_of_graph(model: Any) -> Any:
+    """A clone of a functional or sequential model, and of all such models inside it."""
+    # Keras would compile the clone from a serialised config, which losses of users may not have.
+    plain = _internals_verify.copy_of_model(model)
+    vars(plain)["compiled"] = False
+    inputs = tree.map_structure(
+        lambda tensor: keras.Input(
+            batch_shape=tensor.shape, dtype=_wide(tensor.dtype), name=tensor.name
+        ),
+        model.inputs if isinstance(model, keras.Sequential) else model.input,
+    )
+    return keras.models.clone_model(plain, input_tensors=inputs, clone_function=_clone_of_layer)
+
+
+def _clone_of_layer(layer: Any) -> Any:
+    if isinstance(layer, keras.Model) and getattr(layer, "inputs", None):
+        clone = _clone_of_graph(layer)
+        clone.trainable = layer.trainable
+        return clone
+    if not isinstance(layer, keras.layers.Layer):
+        return type(layer).from_config(layer.get_config())
+    config = _config_in_float64(layer.get_config())
+    if isinstance(layer, keras.layers.Lambda):  # whose functions Keras does not read from a config
+        config = {**config, "function": layer.function}
+        for name in ("output_shape", "mask"):
+            config.pop(name, None)
+        return keras.layers.Lambda(**config)
+    return type(layer).from_config(config)
+
+
+def _wide(dtype: str) -> str:
+    return "float64" if dtype in FLOATS else dtype
+
+
+def _config_in_float64(config: Any) -> Any:
+    """A config of a layer, and of the layers inside it, with other dtypes."""
+    if isinstance(config, dict):
+        found = {key: _config_in_float64(value) for key, value in config.items()}
+        dtype = config.get("dtype")
+        if isinstance(dtype, dict) or dtype in (*FLOATS, "mixed_float16", "mixed_bfloat16"):
+            found["dtype"] = "float64"
+        return found
+    if isinstance(config, (list, tuple)):
+        return type(config)(map(_config_in_float64, config))
+    return config
+
+
+def _widened(batch: Batch) -> Batch:
+    def widened(leaf: Any) -> Any:
+        is_float = leaf is not None and leaf.dtype.is_floating
+        return tf.cast(leaf, tf.float64) if is_float else leaf
+
+    return tf.nest.map_structure(widened, batch)
+
+
+def _give_weights(model: Any, clone: Any) -> None:
+    pairs = list(zip(model.variables, clone.variables))
+    shapes = [[tuple(v.shape) for v in each.variables] for each in (model, clone)]
+    trained = [[v.trainable for v in each.variables] for each in (model, clone)]
+    if shapes[0] != shapes[1] or trained[0] != trained[1]:
+        raise CannotCopy(f"from_config of {type(model).__name__} makes other variables")
+    for variable, other in pairs:
+        other.assign(tf.cast(tf.convert_to_tensor(_value(variable)), other.dtype))
+
+
+def _value(variable: Any) -> Any:
+    return _internals.raw_value(variable).numpy()
+
+
+def _check_faithful(model: Any, batch: Batch, clone: Any, wide: Batch) -> None:
+    """Raises unless a clone predicts what the model predicts."""
+    dtype = narrowest(model)
+    limit = FAITHFUL.get(dtype, COARSE)
+    outputs = [tree.flatten(_internals.predictions(*each, False)) for each in _calls(model, clone, batch, wide)]
+    for one, other in zip(*outputs):
+        one, other = np.asarray(one, "float64"), np.asarray(other, "float64")
+        if one.shape != other.shape or np.abs(one - other).max(initial=0.0) > limit * (
+            np.abs(one).max(initial=0.0) + 1e-3
+        ):
+            raise CannotCopy(f"a copy of {type(model).__name__} predicts something else")
+
+
+def _calls(model: Any, clone: Any, batch: Batch, wide: Batch) -> List[Tuple[Any, Any]]:
+    return [(model, batch[0]), (clone, wide[0])]
+
+
+# Compiling
+
+
+def _compile(model: Any, other: Any, loss: Callable[[Any], Any]) -> Tuple[str, ...]:
+    """Compiles a model as another one is, with copies of its optimizer and metrics."""
+    arguments = _internals_verify.compile_arguments(model)
+    arguments["jit_compile"] = False  # XLA would compile the same arithmetic, for minutes
+    arguments["steps_per_execution"] = 1
+    arguments["loss"] = _mapped(arguments["loss"], keras.losses.Loss, loss)
+    for name in ("metrics", "weighted_metrics"):
+        arguments[name] = _mapped(arguments[name], keras.metrics.Metric, _made_anew)
+    arguments["optimizer"], notes = _optimizer_like(model.optimizer, other)
+    # Keras wraps an optimizer in a loss scale, which the copy already is.
+    keras.Model.compile(other, **arguments, auto_scale_loss=False)
+    return notes
+
+
+def _own_compile(model: Any, other: Any) -> Tuple[str, ...]:
+    optimizer, notes = _optimizer_like(model.optimizer, other) if model.optimizer else (None, ())
+    vars(other).update(optimizer=optimizer, train_function=None, test_function=None)
+    vars(other)["_jit_compile"] = False
+    return notes
+
+
+def _mapped(nest: Any, kind: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(nest, dict):
+        return {key: _mapped(each, kind, function) for key, each in nest.items()}
+    if isinstance(nest, (list, tuple)):
+        return [_mapped(each, kind, function) for each in nest]
+    return function(nest) if isinstance(nest, kind) else nest
+
+
+def _made_anew(metric: Any) -> Any:
+    try:
+        return type(metric).from_config(metric.get_config())
+    except Exception:  # a metric of the user's that has no config is shared, and put back
+        return metric
+
+
+def _optimizer_like(optimizer: Any, model: Any) -> Tuple[Any, Tuple[str, ...]]:
+    """A copy of an optimizer, with its variables, for the variables of a model."""
+    try:
+        made = type(optimizer).from_config(optimizer.get_config())
+    except Exception as error:
+        made = keras.optimizers.SGD(1.0)
+        note = (
+            f"The optimizer cannot be copied ({_first_line(error)}). Gradients are compared, and "
+            "updates of SGD in its place."
+        )
+        made.build(model.trainable_variables)
+        return made, (note,)
+    made.build(model.trainable_variables)
+    if optimizer.built:
+        for variable, other in zip(optimizer.variables, made.variables):
+            other.assign(tf.cast(tf.convert_to_tensor(_value(variable)), other.dtype))
+    return made, ()
