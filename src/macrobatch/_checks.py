@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 import weakref
-from typing import Any, Set, Tuple, Type
+from typing import Any, Sequence, Set, Tuple, Type
 
 
 class ExactnessWarning(UserWarning):
@@ -44,6 +44,12 @@ def _shown(value: Any) -> str:
     shape = getattr(value, "shape", None)
     name = type(value).__name__
     return name if shape is None else f"{name} {shape}"
+
+
+def some(names: Sequence[str], most: int = 3) -> str:
+    """Up to three names, and how many there are."""
+    more = f", ... ({len(names)} in all)" if len(names) > most else ""
+    return ", ".join(map(repr, names[:most])) + more
 
 
 def warn(message: str, category: Type[Warning] = UserWarning) -> None:

@@ -86,6 +86,12 @@ def _batch_normalization() -> Any:
     return keras.layers.BatchNormalization
 
 
+def _operation() -> Any:
+    import keras
+
+    return keras.Operation
+
+
 def _random_of_backend() -> Any:
     from keras.src.backend import random
 
@@ -123,6 +129,15 @@ with_moments = Patch(
     _batch_normalization,
     "_moments",
     lambda moments, instead, *args, **kwargs: instead(moments, *args, **kwargs),
+)
+
+# Layers, and operations in functional models, all run by this method: Layer.__call__ calls it too.
+# `Operation` is public, and there is no way to be told of its calls. The context is entered with
+# what is called instead.
+with_calls = Patch(
+    _operation,
+    "__call__",
+    lambda call, instead, *args, **kwargs: instead(call, *args, **kwargs),
 )
 
 
@@ -187,6 +202,11 @@ def build(model: Any, x: Any, y: Any, sample_weight: Any) -> None:
 # own takes the mean of the replicas' examples, which fails for batches that replicas do not divide,
 # and on several workers always.
 BUILDING = "_maybe_symbolic_build"
+
+
+# The method through which Keras passes the function of one batch, outside of what XLA compiles. No
+# other place sees the batches of all kinds of fit: of iterators, of replicas, and of one batch.
+STEPPING = "_autoconvert_optionals"
 
 
 _before_training: List[Callable[[Any], None]] = []

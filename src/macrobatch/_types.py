@@ -258,6 +258,12 @@ class BatchEngine(Engine):
         """`size` examples from one on; if not `static`, maybe fewer at the end."""
         raise NotImplementedError
 
+    def concatenated(self, leaves: List[Tensor]) -> Tensor:
+        """Leaves of several batches as one."""
+        from keras import ops
+
+        return ops.concatenate(leaves, 0)
+
     def in_order(self, leaf: Tensor, order: Tensor) -> Tensor:
         """The leaf in a form that `taken` can take from."""
         raise NotImplementedError

@@ -5,7 +5,8 @@ are the moments of the whole batch, and move the statistics once per update, not
 """
 
 import contextlib
-from typing import Any, Dict, Iterator, List, NamedTuple, Sequence
+import threading
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Sequence
 
 import keras
 from keras import ops
@@ -56,7 +57,7 @@ def recorded(alone: bool = False) -> Iterator[Calls]:
         synchronized = layer.synchronized
         layer.synchronized = synchronized and not alone
         try:
-            mean, variance = plain(layer, inputs, mask)
+            mean, variance = _moments(plain, layer, inputs, mask)
         finally:
             layer.synchronized = synchronized
         call = _call(layer, inputs, mask, mean, variance)
@@ -65,6 +66,43 @@ def recorded(alone: bool = False) -> Iterator[Calls]:
 
     with _internals.with_moments(recording):
         yield calls_of
+
+
+_local = threading.local()
+
+
+def _moments(plain: Any, layer: Any, inputs: Tensor, mask: Any) -> Any:
+    """What a layer computes; inside of `frozen`, what it computed in the first run."""
+    seen = getattr(_local, "frozen", None)
+    if seen is None:
+        return plain(layer, inputs, mask)
+    first, places = seen
+    place = places.get(layer, 0)
+    places[layer] = place + 1
+    if place == len(first.setdefault(layer, [])):
+        first[layer].append(plain(layer, inputs, mask))
+    return first[layer][place]
+
+
+@contextlib.contextmanager
+def frozen() -> Iterator[Callable[[], None]]:
+    """Lets layers that this thread calls normalise by the moments of the first of several runs.
+
+    Yields:
+        a function to be called before each run.
+    """
+    first: Dict[Any, List[Any]] = {}
+    before = getattr(_local, "frozen", None)
+
+    def next_run() -> None:
+        _local.frozen = first, {}
+
+    next_run()
+    try:
+        with _internals.with_moments(_moments):
+            yield next_run
+    finally:
+        _local.frozen = before
 
 
 def _call(layer: Any, inputs: Tensor, mask: Any, mean: Tensor, variance: Tensor) -> Call:

@@ -51,6 +51,9 @@ class TensorFlow(BatchEngine):
     def slice_of(self, leaf: Tensor, start: Size, size: Size, static: bool) -> Tensor:
         return leaves.slice_of(leaf, start, size, static)
 
+    def concatenated(self, leaves_of_batches: List[Tensor]) -> Tensor:
+        return leaves.concatenated(leaves_of_batches)
+
     def has_static_sizes(self) -> bool:
         return graph.in_xla()
 

@@ -1,0 +1,321 @@
+"""Whether examples meet: whether what comes of an example depends on others of its micro-batch.
+
+A loss that is a sum over examples has, for groups of examples a, a', b, b' and the same draws,
+
+    L(a, b) - L(a', b) - L(a, b') + L(a', b') = 0
+
+and what has a row for each example has the same rows for `a` beside b and beside b'. Four runs of a
+few examples tell it. Random layers draw the same in each of them, since no run writes anything, and
+each example stays in its place. Layers are looked at one by one only if anything differs.
+"""
+
+from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+
+import keras
+from keras import ops, tree
+
+from macrobatch._keras import batch_norm, calls
+from macrobatch._types import Batch, BatchEngine, Tensor
+
+# What comes of a micro-batch, by name. A scalar must be a sum over examples, but for a constant.
+# Anything else must have the examples first, each with rows of its own.
+Found = Dict[str, Tensor]
+
+# Of a trial. More examples would cost more, and show nothing else.
+FEWEST, MOST = 4, 16
+# How many layers a message names.
+NAMED = 3
+
+
+class Tolerance(NamedTuple):
+    """What rounding may bring.
+
+    Rows are computed in the same places by the same operations, so they differ by little or
+    nothing. Sums are not: the rounding of a sum is that of its largest parts.
+
+    Attributes:
+        rows: in rows, over the largest number.
+        spread: in sums, over their spread.
+        size: in sums, over the largest.
+    """
+
+    rows: float
+    spread: float
+    size: float
+
+
+# A float64 model may well have a loss that computes in float32.
+DOUBLE = Tolerance(rows=1e-9, spread=1e-5, size=1e-6)
+SINGLE = Tolerance(rows=1e-4, spread=1e-3, size=1e-5)
+COARSE = Tolerance(rows=1e-2, spread=5e-2, size=1e-2)
+
+
+class Verdict(NamedTuple):
+    """What a trial has shown. Examples do not meet where it is empty.
+
+    Attributes:
+        layers: the names of the layers, or of other operations, in which examples meet.
+        values: the names of what was found in which they meet besides, or for no reason that a
+            layer would give.
+        is_random: whether two runs of the same examples differ, so that nothing is known.
+    """
+
+    layers: Sequence[str] = ()
+    values: Sequence[str] = ()
+    is_random: bool = False
+
+
+class Groups(NamedTuple):
+    """Four micro-batches of groups of examples: (a, b), (a', b), (a, b'), (a', b').
+
+    Attributes:
+        micro_batches: the four.
+        first: the number of examples in a, and in a'.
+        size: that of a micro-batch.
+    """
+
+    micro_batches: List[Batch]
+    first: int
+    size: int
+
+    def halves(self, axis: int, shape: Sequence[Optional[int]]) -> Optional[int]:
+        """Where b starts along an axis; None if the axis cannot be that of the examples."""
+        if len(shape) <= axis or not shape[axis] or shape[axis] % self.size:
+            return None
+        return int(shape[axis] // self.size * self.first)
+
+
+def size_of(micro_batch_size: int) -> int:
+    """How many examples to try at a time, for micro-batches of a size. One alone meets nobody."""
+    return max(FEWEST, min(micro_batch_size, MOST))
+
+
+def groups(batch: Batch, examples: int, size: int, engine: BatchEngine) -> Optional[Groups]:
+    """Groups of the first examples of a batch; None if there is only one.
+
+    Args:
+        batch: a nest with the examples first.
+        examples: how many there are.
+        size: examples in a micro-batch of the trial; fewer if the batch has fewer.
+        engine: the backend.
+    """
+    size = min(size, examples)
+    if size < 2:
+        return None
+    first, last = size // 2, size - size // 2
+    # In a small batch the others are examples of the same micro-batch, in another order.
+    others = (size, size + first) if examples >= 2 * size else (examples - first, 0)
+    starts = [(0, first), (others[0], first), (0, others[1]), others]
+
+    def joined(leaf: Tensor, start: int, start_of_last: int) -> Tensor:
+        pieces = [(start, first), (start_of_last, last)]
+        return engine.concatenated([engine.slice_of(leaf, *piece, False) for piece in pieces])
+
+    return Groups(
+        [
+            tree.map_structure(lambda leaf: None if leaf is None else joined(leaf, *pair), batch)  # noqa: B023
+            for pair in starts
+        ],
+        first,
+        size,
+    )
+
+
+def find(
+    run: Callable[[Batch], Found], groups: Groups, engine: BatchEngine, is_coarse: bool = False
+) -> Verdict:
+    """Runs a function of a micro-batch on groups of examples, and tells whether they meet.
+
+    BatchNormalization normalises by the moments of the first run in all of them: it has a message
+    of its own, and neither hides nor causes anything here.
+
+    Args:
+        run: a function of a micro-batch, which leaves everything as it was: seeds, for one. So that
+            its random layers draw the same again.
+        groups: the examples.
+        engine: the backend.
+        is_coarse: whether numbers are of less than 32 bits somewhere.
+    """
+    compare = _Comparison(groups, is_coarse)
+    with batch_norm.frozen() as next_run:
+
+        def found(micro_batch: Batch) -> Found:
+            next_run()
+            return run(micro_batch)
+
+        passes = [found(each) for each in groups.micro_batches]
+        values = compare.meeting(passes)
+        if not values:
+            return Verdict()
+        if compare.differ(passes[0], found(groups.micro_batches[0])):
+            return Verdict(is_random=True)
+        return _named(found, groups, engine, compare)
+
+
+def _named(
+    run: Callable[[Batch], Found], groups: Groups, engine: BatchEngine, compare: "_Comparison"
+) -> Verdict:
+    """The layers in which examples meet, and the values in which they still do without these.
+
+    A layer that is known gets in further runs, for each example, what it made of the example in
+    one of the first. What still differs has another cause.
+    """
+    layers: List[str] = []
+    values: List[str] = []
+    known: calls.Outputs = {}
+    while len(layers) < NAMED:
+        recorded = []
+        passes = []
+        for place, micro_batch in enumerate(groups.micro_batches):
+            outputs = {index: made[place] for index, made in known.items()}
+            with calls.watched(outputs, engine) as found:
+                passes.append(run(micro_batch))
+            recorded.append(found)
+        values = compare.meeting(passes)
+        culprits = compare.culprits(recorded)
+        if not culprits:
+            break
+        for culprit in culprits:
+            layers.append(culprit[0].name)
+            made = compare.as_if_apart(culprit)
+            if made is None:  # What follows cannot be told from what this layer causes.
+                return Verdict(_unique(layers))
+            known[culprit[0].start] = made
+    return Verdict(_unique(layers), values)
+
+
+class _Comparison:
+    """What is the same but for rounding, of four runs."""
+
+    def __init__(self, groups: Groups, is_coarse: bool):
+        self._groups, self._is_coarse = groups, is_coarse
+
+    def meeting(self, passes: Sequence[Found]) -> List[str]:
+        """The names of the values in which examples meet."""
+        return [
+            name
+            for name, value in passes[0].items()
+            if not self._is_apart([each[name] for each in passes])
+        ]
+
+    def _is_apart(self, values: Sequence[Tensor]) -> bool:
+        if len(values[0].shape) == 0:
+            return self._is_sum(values)
+        return self._are_rows(values, [0]) is not False
+
+    def _is_sum(self, values: Sequence[Tensor]) -> bool:
+        tolerance = self._tolerance(values[0])
+        here, other_a, other_b, both = (float(ops.convert_to_numpy(each)) for each in values)
+        size = max(abs(here), abs(other_a), abs(other_b), abs(both))
+        if not size < float("inf"):  # nor if it is not a number
+            return True
+        spread = max(here, other_a, other_b, both) - min(here, other_a, other_b, both)
+        allowed = tolerance.spread * spread + tolerance.size * size
+        return abs(here - other_a - other_b + both) <= allowed
+
+    def _are_rows(self, values: Sequence[Tensor], axes: Iterable[int]) -> Optional[bool]:
+        """Whether, along one of some axes, each example has its own; None if nobody can tell."""
+        shape = values[0].shape
+        if any(each.shape != shape for each in values):  # ragged inputs have various lengths
+            return None
+        tolerance = self._tolerance(values[0]).rows
+        starts = [(axis, self._groups.halves(axis, shape)) for axis in axes]
+        starts = [pair for pair in starts if pair[1] is not None]
+        if not starts:
+            return None
+        pairs = [((0, 2), 0), ((1, 3), 0), ((0, 1), 1), ((2, 3), 1)]
+        return any(
+            all(
+                _close(*(_half(values[i], axis, start, last) for i in two), tolerance)
+                for two, last in pairs
+            )
+            for axis, start in starts
+        )
+
+    def differ(self, some: Found, others: Found) -> bool:
+        """Whether two runs of the same examples differ."""
+        return not all(
+            value.shape == others[name].shape
+            and _close(value, others[name], self._tolerance(value).rows)
+            for name, value in some.items()
+        )
+
+    def culprits(self, recorded: Sequence[List[calls.Call]]) -> List[Tuple[calls.Call, ...]]:
+        """The calls whose inputs are those of each example, and whose outputs are not.
+
+        None if Python took another way in some of the runs.
+        """
+        first = [(call.name, call.start) for call in recorded[0]]
+        if any([(call.name, call.start) for call in each] != first for each in recorded):
+            return []
+        found: List[Tuple[calls.Call, ...]] = []
+        for same in zip(*recorded):
+            # A layer has the outputs of the layers in it.
+            inside = any(same[0].start < culprit[0].start for culprit in found)
+            if not inside and self._is_culprit(same) and len(found) < NAMED:
+                found.append(same)
+        return found
+
+    def _is_culprit(self, same: Tuple[calls.Call, ...]) -> bool:
+        outputs = list(zip(*(call.outputs for call in same)))
+        if all(self._along_any(values) is not False for values in outputs):
+            return False
+        inputs = list(zip(*(call.inputs for call in same)))
+        return all(self._along_any(values) for values in inputs)
+
+    def _along_any(self, values: Sequence[Tensor]) -> Optional[bool]:
+        if all(
+            each.shape == values[0].shape
+            and _close(values[0], each, self._tolerance(each).rows)
+            for each in values[1:]
+        ):
+            return True
+        return self._are_rows(values, range(len(values[0].shape)))
+
+    def as_if_apart(self, same: Tuple[calls.Call, ...]) -> Optional[List[List[Tensor]]]:
+        """The outputs of a call in four runs, with those of each example made of its own half.
+
+        None where it is not known which these are.
+        """
+        made: List[List[Tensor]] = [[], [], [], []]
+        for own, *_, other in zip(*(call.outputs for call in same)):
+            start = self._groups.halves(0, own.shape)
+            if start is None or own.shape != other.shape or not same[0].is_dense:
+                return None
+            pairs = [(own, own), (other, own), (own, other), (other, other)]
+            for place, (first, last) in enumerate(pairs):
+                halves = [_half(first, 0, start, 0), _half(last, 0, start, 1)]
+                made[place].append(ops.concatenate(halves, 0))
+        return made
+
+    def _tolerance(self, value: Tensor) -> Tolerance:
+        name = keras.backend.standardize_dtype(value.dtype)
+        if self._is_coarse or name in ("float16", "bfloat16"):
+            return COARSE
+        return DOUBLE if name == "float64" else SINGLE
+
+
+def _half(values: Tensor, axis: int, start: int, last: int) -> Tensor:
+    part = slice(start, None) if last else slice(start)
+    return values[(slice(None),) * axis + (part,)]
+
+
+def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    """Whether values are the same but for rounding."""
+    dtype = keras.backend.standardize_dtype(one.dtype)
+    if not keras.backend.is_float_dtype(dtype):
+        return dtype == "string" or bool(ops.all(ops.equal(one, other)))
+    if dtype in ("float16", "bfloat16"):
+        one, other = ops.cast(one, "float32"), ops.cast(other, "float32")
+    finite = ops.isfinite(one)
+    if not bool(ops.all(ops.equal(finite, ops.isfinite(other)))):
+        return False
+    one, other = (ops.where(finite, each, ops.zeros_like(each)) for each in (one, other))
+    if 0 in one.shape:
+        return True
+    size = ops.maximum(ops.max(ops.abs(one)), ops.max(ops.abs(other)))
+    return bool(ops.max(ops.abs(one - other)) <= tolerance * size)
+
+
+def _unique(names: Iterable[str]) -> List[str]:
+    return list(dict.fromkeys(names))

@@ -1,0 +1,56 @@
+"""What is said where examples meet, and where nobody can tell."""
+
+from typing import Sequence
+
+from macrobatch._checks import some
+
+SO = "so that the update is not that of the whole batch"
+
+
+def layers(names: Sequence[str]) -> str:
+    """What to say of layers in which examples meet."""
+    return (
+        f"Examples meet in these layers: {some(names)}. What comes of an example depends on "
+        f"the other examples of its micro-batch, {SO}. Use layers that work by example "
+        "(LayerNormalization, attention within an example). If a layer compares examples for the "
+        "sake of the loss, move that into the loss and pass whole_batch_loss=True. A larger "
+        "micro_batch_size only brings the update closer to that of the whole batch."
+    )
+
+
+def losses(names: Sequence[str]) -> str:
+    """What to say of losses in which examples meet."""
+    return (
+        f"Examples meet in these losses: {some(names)}. The loss of an example depends on "
+        f"the other examples of its micro-batch, {SO}. Compute them on the predictions of the "
+        "whole batch: macrobatch.accumulate(..., whole_batch_loss=True)."
+    )
+
+
+def of_function(name: str, names: Sequence[str]) -> str:
+    """What to say of a function of the user's, and of layers that it calls."""
+    where = f"in these layers, which {name} calls: {some(names)}" if names else f"in {name}"
+    return (
+        f"Examples meet {where}. What comes of an example depends on the other examples of its "
+        f"micro-batch, {SO}. Let one function make predictions by example, and compare examples in "
+        "a loss of the whole batch: macrobatch.value_and_gradients(..., forward=)."
+    )
+
+
+RANDOM = (
+    "It is not known whether examples meet in a layer or in the loss, which would make the update "
+    "another one than that of the whole batch: two runs of the same examples differ. Operations of "
+    "tf.random draw anew in each run. Draw with keras.random and a keras.random.SeedGenerator, "
+    "which can be put back, to find out."
+)
+
+
+def failed(examples: int, error: Exception) -> str:
+    """What to say of a model that cannot be tried."""
+    reason = str(error).strip().splitlines()
+    text = f"{type(error).__name__}: {reason[0]}" if reason else type(error).__name__
+    return (
+        "It is not known whether examples meet in a layer or in the loss, which would make the "
+        f"update another one than that of the whole batch: a run of {examples} examples, outside "
+        f"of any graph, failed. {text[:300]}"
+    )
