@@ -9,7 +9,7 @@ few examples tell it. Random layers draw the same in each of them, since no run 
 each example stays in its place. Layers are looked at one by one only if anything differs.
 """
 
-from typing import Any, Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import keras
 from keras import ops, tree
@@ -265,8 +265,7 @@ class _Comparison:
 
     def _along_any(self, values: Sequence[Tensor]) -> Optional[bool]:
         if all(
-            each.shape == values[0].shape
-            and _close(values[0], each, self._tolerance(each).rows)
+            each.shape == values[0].shape and _close(values[0], each, self._tolerance(each).rows)
             for each in values[1:]
         ):
             return True

@@ -9,13 +9,12 @@ from typing import Any, Callable, ContextManager, Dict, List, NamedTuple, Option
 import numpy as np
 import tensorflow as tf
 
-from macrobatch import _internals
 from macrobatch._accumulate import accumulate, release
 from macrobatch._keras.scope import is_seed, without
 from macrobatch._tensorflow import sums
 from macrobatch._verify.replay import Replay
 from macrobatch._verify.report import Difference
-from macrobatch._verify.subject import Subject
+from macrobatch._verify.subject import Subject, value_of
 from macrobatch._verify.unchanged import Values, variables_of
 
 # What rounding may bring, over the size of a gradient or the length of a step.
@@ -76,14 +75,15 @@ class Runs:
         self._replay = Replay(sequence_axis)
         self._values = Values(variables_of(self.model))
         trained = list(self.model.trainable_variables)
-        self._trained = _by_path(trained)
+        self._trained = self._by_path(trained)
         others = [v for v in without(self.model.variables, trained) if not is_seed(v)]
-        self._others = _by_path(without(others, self.model.metrics_variables))
-        self._start = {p: _array(v) for p, v in {**self._trained, **self._others}.items()}
+        self._others = self._by_path(without(others, self.model.metrics_variables))
+        self._start = {p: value_of(v) for p, v in {**self._trained, **self._others}.items()}
         self._kept = {
             id(v): tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in trained
         }
-        self._plain: Any = None  # the function of the plain step, traced
+        # The function of the plain step, and what its trace has seen of gradients.
+        self._plain: Tuple[Any, List[Any]] = (None, [])
 
     def whole(
         self,
@@ -101,9 +101,11 @@ class Runs:
         """
         release(self.model)
         usual = context is contextlib.nullcontext and not as_keras_does
-        self.model.train_function = self._plain if usual else None
-        outcome = self._run(context, self.subject.batch if batch is None else batch, as_keras_does)
-        self._plain = self.model.train_function if usual else self._plain
+        self.model.train_function, seen = self._plain if usual else (None, [])
+        batch = self.subject.batch if batch is None else batch
+        outcome = self._run(context, batch, seen, as_keras_does)
+        if usual:
+            self._plain = self.model.train_function, seen
         return outcome
 
     def accumulated(
@@ -112,7 +114,7 @@ class Runs:
         """The update of `accumulate` with these settings."""
         accumulate(self.model, **settings)
         try:
-            return self._run(context, self.subject.batch)
+            return self._run(context, self.subject.batch, [])
         finally:
             release(self.model)
 
@@ -121,13 +123,18 @@ class Runs:
         """A context in which the model runs quietly, from the start, with the same draws."""
         with self.subject.settings(), self._replay(), context(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            logger = tf.get_logger()
+            level = logger.level
+            logger.setLevel("ERROR")  # TensorFlow counts new functions as traces of an old one
             try:
                 yield
             finally:
+                logger.setLevel(level)
                 self._values.put_back()
 
-    def _run(self, context: Context, batch: Any, as_keras_does: bool = True) -> Outcome:
-        seen: List[Any] = []
+    def _run(
+        self, context: Context, batch: Any, seen: List[Any], as_keras_does: bool = True
+    ) -> Outcome:
         for kept in self._kept.values():
             kept.assign(tf.zeros_like(kept))
         with self.running(context), self._recording(seen, as_keras_does):
@@ -135,8 +142,8 @@ class Runs:
             told = any(id(variable) in self._kept for _, variable in seen)
             return Outcome(
                 {p: self._kept[id(v)].numpy() for p, v in self._trained.items()} if told else {},
-                {p: _array(v) for p, v in self._trained.items()},
-                {p: _array(v) for p, v in self._others.items()},
+                {p: value_of(v) for p, v in self._trained.items()},
+                {p: value_of(v) for p, v in self._others.items()},
                 {name: float(value) for name, value in logs.items() if np.ndim(value) == 0},
                 any(isinstance(gradient, tf.IndexedSlices) for gradient, _ in seen),
             )
@@ -197,6 +204,14 @@ class Runs:
         }
         return Distance(trained, state, logs)
 
+    def _by_path(self, variables: List[Any]) -> Dict[str, Any]:
+        found: Dict[str, Any] = {}
+        for variable in variables:
+            path = self.subject.paths.get(id(variable), variable.path)
+            same = sum(each.split(" (")[0] == path for each in found)
+            found[f"{path} ({same + 1})" if same else path] = variable
+        return found
+
     def _moved(self, path: str, left: Any, right: Any, of_all: float) -> float:
         """The distance of two values, over how far the second has moved."""
         if right.dtype.kind not in "fV":
@@ -207,20 +222,6 @@ class Runs:
         rounding = 8 * _epsilon(self.subject.dtype) * (np.abs(right) + np.abs(start))
         apart = np.maximum(np.abs(left - right) - rounding, 0)
         return _relative(apart, right - start, of_all)
-
-
-def _by_path(variables: List[Any]) -> Dict[str, Any]:
-    found: Dict[str, Any] = {}
-    for variable in variables:
-        path, count = variable.path, 1
-        while path in found:
-            path, count = f"{variable.path} ({count + 1})", count + 1
-        found[path] = variable
-    return found
-
-
-def _array(variable: Any) -> Any:
-    return _internals.raw_value(variable).numpy()
 
 
 def _epsilon(dtype: str) -> float:
@@ -238,11 +239,3 @@ def _relative(difference: Any, of: Any, of_all: float) -> float:
         return 0.0
     size = max(_size({"": np.asarray(of)}), LEAST * of_all)
     return apart / size if size else float("inf")
-
-
-def verdict(distance: Distance, tolerance: float) -> bool:
-    """Whether all variables are those of the whole batch."""
-    return distance.largest <= tolerance
-
-
-Trial = Tuple[Runs, Outcome]

@@ -3,7 +3,7 @@ another model of the same layers, whose variables are put back.
 """
 
 import contextlib
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, NamedTuple, Tuple
 
 import keras
 import numpy as np
@@ -12,8 +12,6 @@ from keras import tree
 
 from macrobatch import _internals, _internals_verify
 from macrobatch._fit import install
-from macrobatch._keras import model as models
-from macrobatch._keras.report import overrides
 from macrobatch._types import Batch
 from macrobatch._verify.unchanged import in_float64
 
@@ -32,6 +30,7 @@ class Subject(NamedTuple):
         batch: x, y and sample_weight, in its dtype.
         dtype: the narrowest in which anything in it computes.
         settings: a context in which it runs.
+        paths: of its variables, by id, as the user's model has them.
         notes: what is not as usual.
     """
 
@@ -39,6 +38,7 @@ class Subject(NamedTuple):
     batch: Batch
     dtype: str
     settings: Callable[[], Any]
+    paths: Dict[int, str]
     notes: Tuple[str, ...]
 
 
@@ -60,15 +60,16 @@ def copied(model: Any, batch: Batch) -> Subject:
             clone = _clone(model)
             if not all(layer.built for layer in _internals.layers_of(clone)):
                 _internals.predictions(clone, wide[0], False)
+            paths: Dict[int, str] = {}
             if all(layer.built for layer in _internals.layers_of(model)):
-                _give_weights(model, clone)
+                paths = _give_weights(model, clone)
                 _check_faithful(model, batch, clone, wide)
             notes = _compile(model, clone, _internals_verify.in_float64)
     except CannotCopy:
         raise
     except Exception as error:  # whatever the user's classes do when they are made anew
         raise CannotCopy(_first_line(error)) from error
-    return Subject(clone, wide, "float64", in_float64, notes)
+    return Subject(clone, wide, "float64", in_float64, paths, notes)
 
 
 def itself(model: Any, batch: Batch, why: str) -> Subject:
@@ -90,8 +91,7 @@ def itself(model: Any, batch: Batch, why: str) -> Subject:
     # A compile of the user's own has made more than the arguments of Keras' compile tell.
     is_own = type(model).compile is not keras.Model.compile
     notes = _own_compile(model, other) if is_own else _compile(model, other, lambda loss: loss)
-    dtype = narrowest(model)
-    return Subject(other, batch, dtype, contextlib.nullcontext, notes)
+    return Subject(other, batch, narrowest(model), contextlib.nullcontext, {}, notes)
 
 
 def narrowest(model: Any) -> str:
@@ -190,35 +190,38 @@ def _widened(batch: Batch) -> Batch:
     return tf.nest.map_structure(widened, batch)
 
 
-def _give_weights(model: Any, clone: Any) -> None:
-    pairs = list(zip(model.variables, clone.variables))
+def _give_weights(model: Any, clone: Any) -> Dict[int, str]:
+    """Gives a clone the weights of a model, and its names. Returns the paths of its variables."""
     shapes = [[tuple(v.shape) for v in each.variables] for each in (model, clone)]
     trained = [[v.trainable for v in each.variables] for each in (model, clone)]
     if shapes[0] != shapes[1] or trained[0] != trained[1]:
-        raise CannotCopy(f"from_config of {type(model).__name__} makes other variables")
-    for variable, other in pairs:
-        other.assign(tf.cast(tf.convert_to_tensor(_value(variable)), other.dtype))
+        raise CannotCopy(f"a copy of {type(model).__name__} has other variables")
+    for variable, other in zip(model.variables, clone.variables):
+        other.assign(tf.cast(value_of(variable), other.dtype))
+    for layer, other in zip(_internals.layers_of(model), _internals.layers_of(clone)):
+        other.name = layer.name
+    return {id(other): v.path for v, other in zip(model.variables, clone.variables)}
 
 
-def _value(variable: Any) -> Any:
+def value_of(variable: Any) -> Any:
+    """The value of a variable, as an array."""
     return _internals.raw_value(variable).numpy()
 
 
 def _check_faithful(model: Any, batch: Batch, clone: Any, wide: Batch) -> None:
     """Raises unless a clone predicts what the model predicts."""
-    dtype = narrowest(model)
-    limit = FAITHFUL.get(dtype, COARSE)
-    outputs = [tree.flatten(_internals.predictions(*each, False)) for each in _calls(model, clone, batch, wide)]
-    for one, other in zip(*outputs):
-        one, other = np.asarray(one, "float64"), np.asarray(other, "float64")
-        if one.shape != other.shape or np.abs(one - other).max(initial=0.0) > limit * (
-            np.abs(one).max(initial=0.0) + 1e-3
-        ):
+    limit = FAITHFUL.get(narrowest(model), COARSE)
+    ours, theirs = (
+        [np.asarray(leaf, "float64") for leaf in tree.flatten(predicted)]
+        for predicted in (
+            _internals.predictions(model, batch[0], False),
+            _internals.predictions(clone, wide[0], False),
+        )
+    )
+    for one, other in zip(ours, theirs):
+        size = np.abs(one).max(initial=0.0) + 1e-3
+        if one.shape != other.shape or np.abs(one - other).max(initial=0.0) > limit * size:
             raise CannotCopy(f"a copy of {type(model).__name__} predicts something else")
-
-
-def _calls(model: Any, clone: Any, batch: Batch, wide: Batch) -> List[Tuple[Any, Any]]:
-    return [(model, batch[0]), (clone, wide[0])]
 
 
 # Compiling
@@ -275,5 +278,5 @@ def _optimizer_like(optimizer: Any, model: Any) -> Tuple[Any, Tuple[str, ...]]:
     made.build(model.trainable_variables)
     if optimizer.built:
         for variable, other in zip(optimizer.variables, made.variables):
-            other.assign(tf.cast(tf.convert_to_tensor(_value(variable)), other.dtype))
+            other.assign(tf.cast(value_of(variable), other.dtype))
     return made, ()
