@@ -3,7 +3,7 @@ on a copy of a model and puts everything back. tests/rooms/test_internals.py nam
 """
 
 import contextlib
-from typing import Any, Dict, Iterator, Optional
+from typing import Any, Dict, Iterator
 
 from macrobatch import _internals
 
@@ -44,15 +44,6 @@ def copy_of_model(model: Any) -> Any:
         if name.startswith("_self_") and isinstance(value, (list, dict)):
             vars(copied)[name] = value.copy()
     return copied
-
-
-def init_arguments(model: Any) -> Optional[Dict[str, Any]]:
-    """What a model was made with, if these are numbers and texts only.
-
-    The default `get_config` has more, which an `__init__` of the user's need not take.
-    """
-    config = getattr(model, "_auto_config", None)
-    return None if config is None else dict(config.config)
 
 
 def compile_arguments(model: Any) -> Dict[str, Any]:

@@ -80,7 +80,8 @@ class Inquiry:
         """What changes the update, one cause at a time."""
         with self._runs.running():
             normalizing, _ = self._look.normalizing()
-        rest, context = self._distance, contextlib.nullcontext
+        rest = self._distance
+        context: Context = contextlib.nullcontext
         found: List[Cause] = []
         if normalizing:
             context = fixed_statistics

@@ -3,6 +3,7 @@ train step, from the same weights with the same random draws; and how far apart 
 """
 
 import contextlib
+import sys
 import warnings
 from typing import Any, Callable, ContextManager, Dict, List, NamedTuple, Optional, Tuple
 
@@ -25,6 +26,9 @@ COARSE = 2e-2
 LEAST = 1e-6
 # An element of a gradient whose digits are lost gives any update with some optimizers (Lion).
 DETERMINED = 1e-6
+
+# What is infinitely far, or not a number at all. JSON has no infinity.
+LARGEST = sys.float_info.max
 
 Context = Callable[[], ContextManager[Any]]
 
@@ -198,7 +202,7 @@ class Runs:
             for path, right in other.state.items()
         }
         logs = {
-            name: abs(one.logs[name] - value) / max(abs(value), 1e-12)
+            name: _relative(one.logs[name] - value, value, 0.0)
             for name, value in other.logs.items()
             if name in one.logs
         }
@@ -230,12 +234,12 @@ def _epsilon(dtype: str) -> float:
 
 
 def _size(arrays: Dict[str, Any]) -> float:
-    return float(np.sqrt(sum(np.sum(np.square(a.astype("float64"))) for a in arrays.values())))
+    return float(np.sqrt(sum(np.sum(np.square(np.asarray(a, "float64"))) for a in arrays.values())))
 
 
 def _relative(difference: Any, of: Any, of_all: float) -> float:
-    apart = _size({"": np.asarray(difference)})
+    apart = _size({"": difference})
     if apart == 0.0:
         return 0.0
-    size = max(_size({"": np.asarray(of)}), LEAST * of_all)
-    return apart / size if size else float("inf")
+    size = max(_size({"": of}), LEAST * of_all)
+    return apart / size if size and np.isfinite(apart) else LARGEST

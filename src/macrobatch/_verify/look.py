@@ -4,6 +4,7 @@ metrics make of the batch, whole and in micro-batches.
 
 from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
+import keras
 import numpy as np
 from keras import ops
 
@@ -114,11 +115,12 @@ class Look:
     def _values(self, step: ModelStep, micro_batches: List[Batch]) -> List[Any]:
         """The value of each term, from sums over micro-batches."""
         outcomes = [self._outcome(step, each) for each in micro_batches]
-        sums = [
+        reported, counts = (
             [sum(each) for each in zip(*(getattr(outcome, name) for outcome in outcomes))]
             for name in ("reported", "counts")
-        ]
-        found = report.values_of(step.terms, step.counts, *sums, ops.zeros([])).terms
+        )
+        none = ops.zeros([], keras.config.floatx())
+        found = report.values_of(step.terms, step.counts, reported, counts, none).terms
         return [np.asarray(value, "float64") for value in found]
 
     def _differ(self, one: Any, other: Any) -> bool:

@@ -19,7 +19,7 @@ class Replay:
     depend on how many examples there are, nor on what was drawn before.
     """
 
-    def __init__(self, sequence_axis: Optional[int]):
+    def __init__(self, sequence_axis: Optional[int] = None):
         # Along these axes micro-batches have other sizes than the batch.
         self._shared = {0, *(() if sequence_axis is None else (sequence_axis,))}
         self._generators: Dict[int, int] = {}
@@ -35,9 +35,14 @@ class Replay:
             stack.enter_context(_internals.with_dropout.beneath(self._dropped))
             yield
 
-    def _drawn(self, draw: Any, shape: Any, *args: Any, seed: Any = None, **kwargs: Any) -> Tensor:
+    def _drawn(
+        self, draw: Any, shape: Any, *args: Any, dtype: Any = None, seed: Any = None, **kwargs: Any
+    ) -> Tensor:
+        # Drawn in float64, a copy of a model draws what the model draws.
+        dtype = keras.backend.standardize_dtype(dtype)
+        kwargs["dtype"] = "float64" if keras.backend.is_float_dtype(dtype) else dtype
         values = draw(self._of_all_examples(shape), *args, seed=self._seed(seed), **kwargs)
-        return ops.broadcast_to(values, shape)
+        return ops.broadcast_to(ops.cast(values, dtype), shape)
 
     def _chosen(
         self, draw: Any, logits: Tensor, num_samples: int, dtype: Any = "int64", seed: Any = None

@@ -3,7 +3,8 @@ another model of the same layers, whose variables are put back.
 """
 
 import contextlib
-from typing import Any, Callable, Dict, NamedTuple, Tuple
+import inspect
+from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 import keras
 import numpy as np
@@ -12,13 +13,16 @@ from keras import tree
 
 from macrobatch import _internals, _internals_verify
 from macrobatch._fit import install
+from macrobatch._keras.scope import Scope
 from macrobatch._types import Batch
+from macrobatch._verify.replay import Replay
 from macrobatch._verify.unchanged import in_float64
 
 # Two forward passes, one of them in float32, are the same model's if they differ by less.
 FAITHFUL = {"float64": 1e-9, "float32": 1e-3}
 COARSE = 0.1
 
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
@@ -60,15 +64,16 @@ def copied(model: Any, batch: Batch) -> Subject:
             clone = _clone(model)
             if not all(layer.built for layer in _internals.layers_of(clone)):
                 _internals.predictions(clone, wide[0], False)
-            paths: Dict[int, str] = {}
-            if all(layer.built for layer in _internals.layers_of(model)):
-                paths = _give_weights(model, clone)
-                _check_faithful(model, batch, clone, wide)
+            is_built = all(layer.built for layer in _internals.layers_of(model))
+            paths = _give_weights(model, clone) if is_built else {}
             notes = _compile(model, clone, _internals_verify.in_float64)
+            found = _results(clone, wide) if is_built else []
+        if is_built:
+            _check_faithful(found, _results(_twin(model)[0], batch), narrowest(model))
     except CannotCopy:
         raise
     except Exception as error:  # whatever the user's classes do when they are made anew
-        raise CannotCopy(_first_line(error)) from error
+        raise CannotCopy(_in_short(error)) from error
     return Subject(clone, wide, "float64", in_float64, paths, notes)
 
 
@@ -84,14 +89,19 @@ def itself(model: Any, batch: Batch, why: str) -> Subject:
             f"The model {model.name!r} was made in the scope of a strategy, and cannot be copied "
             f"({why}). Make it outside of strategy.scope() to verify it."
         )
+    other, notes = _twin(model)
+    return Subject(other, batch, narrowest(model), contextlib.nullcontext, {}, notes)
+
+
+def _twin(model: Any) -> Tuple[Any, Tuple[str, ...]]:
+    """Another model of the same layers and variables, compiled alike; and notes."""
     other = _internals_verify.copy_of_model(model)
     for name, method in list(vars(other).items()):
         if _is_installed(method):
             del vars(other)[name]
     # A compile of the user's own has made more than the arguments of Keras' compile tell.
     is_own = type(model).compile is not keras.Model.compile
-    notes = _own_compile(model, other) if is_own else _compile(model, other, lambda loss: loss)
-    return Subject(other, batch, narrowest(model), contextlib.nullcontext, {}, notes)
+    return other, (_own_compile if is_own else _compile)(model, other)
 
 
 def narrowest(model: Any) -> str:
@@ -105,9 +115,9 @@ def _is_installed(method: Any) -> bool:
     return isinstance(getattr(method, "__self__", None), install.Accumulation)
 
 
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0][:200]}" if lines else type(error).__name__
+def _in_short(error: BaseException) -> str:
+    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return text if len(text) <= 160 else text[:160] + "..."
 
 
 # Copies
@@ -129,10 +139,14 @@ def _clone(model: Any) -> Any:
 
 def _made_again(model: Any) -> Any:
     """A model of a class of the user's. Its layers have the dtype that new layers get."""
-    arguments = _internals_verify.init_arguments(model)
-    if arguments is None:
-        return type(model).from_config(_config_in_float64(model.get_config()))
-    return type(model)(**{k: v for k, v in arguments.items() if k != "dtype"})
+    kind = type(model)
+    # Keras' own config of a model has defaults in place of what __init__ was called with.
+    if kind.get_config is not keras.Model.get_config:
+        return kind.from_config(_config_in_float64(model.get_config()))
+    arguments = [p for p in inspect.signature(kind).parameters.values() if p.kind not in _VARIADIC]
+    if arguments:
+        raise CannotCopy(f"{kind.__name__} takes arguments, and has no get_config")
+    return kind()
 
 
 def _clone_of_graph(model: Any) -> Any:
@@ -208,26 +222,30 @@ def value_of(variable: Any) -> Any:
     return _internals.raw_value(variable).numpy()
 
 
-def _check_faithful(model: Any, batch: Batch, clone: Any, wide: Batch) -> None:
-    """Raises unless a clone predicts what the model predicts."""
-    limit = FAITHFUL.get(narrowest(model), COARSE)
-    ours, theirs = (
-        [np.asarray(leaf, "float64") for leaf in tree.flatten(predicted)]
-        for predicted in (
-            _internals.predictions(model, batch[0], False),
-            _internals.predictions(clone, wide[0], False),
-        )
-    )
-    for one, other in zip(ours, theirs):
-        size = np.abs(one).max(initial=0.0) + 1e-3
-        if one.shape != other.shape or np.abs(one - other).max(initial=0.0) > limit * size:
-            raise CannotCopy(f"a copy of {type(model).__name__} predicts something else")
+def _results(model: Any, batch: Batch) -> List[Any]:
+    """The predictions of a model and its loss, outside of training, and with nothing written."""
+    x, y, sample_weight = batch
+    with Replay()(), Scope():
+        y_pred = _internals.predictions(model, x, False)
+        loss = _internals.compute_loss(model, x, y, y_pred, sample_weight, False)
+    return [np.asarray(leaf, "float64") for leaf in tree.flatten((y_pred, loss))]
+
+
+def _check_faithful(found: List[Any], expected: List[Any], dtype: str) -> None:
+    """Raises unless a copy comes to what the model comes to."""
+    limit = FAITHFUL.get(dtype, COARSE)
+    for one, other in zip(found, expected):
+        size = np.abs(other).max(initial=0.0) + 1e-3
+        if one.shape != other.shape or not np.abs(one - other).max(initial=0.0) <= limit * size:
+            raise CannotCopy("a copy of the model predicts something else, or has another loss")
 
 
 # Compiling
 
 
-def _compile(model: Any, other: Any, loss: Callable[[Any], Any]) -> Tuple[str, ...]:
+def _compile(
+    model: Any, other: Any, loss: Callable[[Any], Any] = lambda loss: loss
+) -> Tuple[str, ...]:
     """Compiles a model as another one is, with copies of its optimizer and metrics."""
     arguments = _internals_verify.compile_arguments(model)
     arguments["jit_compile"] = False  # XLA would compile the same arithmetic, for minutes
@@ -270,7 +288,7 @@ def _optimizer_like(optimizer: Any, model: Any) -> Tuple[Any, Tuple[str, ...]]:
     except Exception as error:
         made = keras.optimizers.SGD(1.0)
         note = (
-            f"The optimizer cannot be copied ({_first_line(error)}). Gradients are compared, and "
+            f"The optimizer cannot be copied ({_in_short(error)}). Gradients are compared, and "
             "updates of SGD in its place."
         )
         made.build(model.trainable_variables)

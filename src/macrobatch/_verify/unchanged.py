@@ -18,7 +18,7 @@ from macrobatch._types import Variable
 def unchanged(model: Any) -> Iterator[None]:
     """A context after which a model, and what is global, is as it was before."""
     kept = Values(variables_of(model))
-    numbers, old_numbers = random.getstate(), np.random.get_state()
+    numbers, old_numbers = random.getstate(), np.random.get_state()  # noqa: NPY002
     settings = keras.config.floatx(), keras.config.dtype_policy()
     with _internals_verify.same_global_state():
         try:
@@ -26,7 +26,7 @@ def unchanged(model: Any) -> Iterator[None]:
         finally:
             kept.put_back()
             random.setstate(numbers)
-            np.random.set_state(old_numbers)
+            np.random.set_state(old_numbers)  # noqa: NPY002
             keras.config.set_floatx(settings[0])
             keras.config.set_dtype_policy(settings[1])
 

@@ -95,8 +95,10 @@ def verify(
     settings = {name: value for name, value in settings.items() if value is not None}
     settings = settings or settings_of(model) or {}
     batch_checks.sizes(
-        *(settings.get(name) for name in ("micro_batch_size", "micro_batch_tokens")),
-        *(settings.get(name) for name in ("sequence_axis", "lengths")),
+        settings.get("micro_batch_size"),
+        settings.get("micro_batch_tokens"),
+        settings.get("sequence_axis"),
+        settings.get("lengths"),
         of=["x", "y", "sample_weight"],
     )
     probes.probe()
@@ -131,6 +133,12 @@ def first_batch(x: Any, y: Any = None, sample_weight: Any = None, **options: Any
         raise ValueError("There must be a batch to verify with. Received: data without any.")
     batch = keras.utils.unpack_x_y_sample_weight(found)
     return in_order.checked(batch, ENGINE)[0]
+
+
+def steps_of(x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> Optional[int]:
+    """The number of batches in an epoch, if it is known."""
+    data = _internals_verify.data_of_fit(x, y=y, sample_weight=sample_weight, **options)
+    return data.num_batches or None
 
 
 class _Compared(NamedTuple):
