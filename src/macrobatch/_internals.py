@@ -18,8 +18,7 @@ class Patch:
     """A function of a module or class, and what is called instead of it inside a context.
 
     What is called instead gets the function, what the context was entered with, and the arguments.
-    Other threads, and code outside of the context, call the function itself. Inside `beneath`, what
-    counts as the function itself is another one.
+    Other threads, and code outside of the context, call the function itself.
     """
 
     def __init__(self, place: Callable[[], Any], name: str, instead: Callable[..., Any]):

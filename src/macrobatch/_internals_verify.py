@@ -1,5 +1,5 @@
 """More private names of Keras and TensorFlow, each with the reason: those with which `verify` works
-on a copy of a model and puts everything back. tests/rooms/test_internals.py names each of them.
+on a copy of a model and puts everything back. tests/rooms/test_internals_verify.py names each.
 """
 
 import contextlib
