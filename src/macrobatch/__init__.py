@@ -18,6 +18,7 @@ The rooms, in the order of the data flow. A room imports only from those above i
     _keras                       model, loss and metrics of a micro-batch, from values to values
     _tensorflow                  the engine: graph, sums, the loop, replicas, the update
     _workers                     several processes: wait for each other, launch them
+    _gradients                   functions of the user's: how they run, in one pass or two
     _fit                         puts it all into a Keras model
 
 _batches and _keras import no engine: one is passed in (_types.Engine).

@@ -5,6 +5,7 @@ from typing import Any, Callable, Dict, Optional, TypeVar
 from macrobatch._batches import checks as batch_checks
 from macrobatch._batches.cut import Cut
 from macrobatch._fit import checks, install
+from macrobatch._fit.whole_batch import WholeBatchAccumulation
 from macrobatch._keras.model import inputs_of
 
 Model = TypeVar("Model")
@@ -18,6 +19,7 @@ def accumulate(
     sequence_axis: Optional[int] = None,
     lengths: Optional[Callable[[Any, Any, Any], Any]] = None,
     micro_batch_weight: Optional[Callable[[Any, Any, Any], Any]] = None,
+    whole_batch_loss: bool = False,
 ) -> Model:
     """Makes a Keras model train on whole batches in the memory of micro-batches.
 
@@ -49,6 +51,11 @@ def accumulate(
             micro-batch: a finite number, 0 or more, the number of tokens for instance. For losses
             that are one scalar per batch and not a mean over examples: an overridden
             `compute_loss`, a loss such as `Dice`, scalars given to `add_loss`.
+        whole_batch_loss: whether losses, `compute_loss` and metrics see the predictions of the
+            whole batch. So a loss may compare examples with each other (contrastive losses), or be
+            any scalar of the batch (`Dice`): the update is that of the whole batch. Each
+            micro-batch runs forward twice, so that a step takes about a third longer, and the
+            predictions of the whole batch are in memory.
 
     Returns:
         The model.
@@ -77,12 +84,14 @@ def accumulate(
         )
     )
     weight = checks.micro_batch_weight(micro_batch_weight)
+    of_whole_batch = checks.whole_batch_loss(whole_batch_loss, weight)
     checks.keras_model(model)
     if cut.axis is not None:
         batch_checks.free_lengths(inputs_of(model), cut.axis)
     release(model)
     checks.can_be_accumulated(model)
-    install.Accumulation(model, cut, weight).install()
+    kind = WholeBatchAccumulation if of_whole_batch else install.Accumulation
+    kind(model, cut, weight).install()
     return model
 
 

@@ -106,6 +106,13 @@ without_replica_scaling = Patch(
     lambda divide, entered, value: value,
 )
 
+# Where Keras reports a loss, it undoes that division.
+without_replica_unscaling = Patch(
+    _module_of("losses.Loss"),
+    "unscale_loss_for_distribution",
+    lambda multiply, entered, value: value,
+)
+
 # All dropout layers draw with this function of the backend. The context is entered with what is
 # called instead.
 with_dropout = Patch(
@@ -263,6 +270,21 @@ def shallow_copy(loss: Any) -> Any:
 def own_losses(layer: Any) -> List[Any]:
     """What a layer itself gave to `add_loss` in this scope. `layer.losses` has more."""
     return list(layer._get_own_losses())
+
+
+def clear_losses(model: Any) -> None:
+    """Forgets what layers gave to `add_loss` before, as a call of the model does.
+
+    Layers know their values by id, and a new value may have the id of one that is gone.
+    """
+    model._clear_losses()
+
+
+def set_mask(tensor: Any, mask: Any) -> None:
+    """Attaches a mask to a tensor, as layers do."""
+    from keras.src import backend
+
+    backend.set_keras_mask(tensor, mask)
 
 
 def mask_of(tensor: Any) -> Any:

@@ -84,6 +84,26 @@ class How(NamedTuple):
 Step = Callable[[Batch, List[Tensor], Optional[Tensor], How], Part]
 
 
+class Forward(NamedTuple):
+    """What a forward pass makes of a micro-batch, where the loss sees the whole batch.
+
+    Attributes:
+        outputs: a nest with the examples first.
+        totals: values of which the sum over all micro-batches counts.
+        written: for each variable of the pass, the value after it; None where it did not change.
+        moments: of the inputs of BatchNormalization layers, to be pooled.
+    """
+
+    outputs: Any
+    totals: Sequence[Tensor] = ()
+    written: Sequence[Optional[Tensor]] = ()
+    moments: Sequence[Any] = ()
+
+
+# A function of a micro-batch, of the values of the pass's variables, and of how to run.
+ForwardPass = Callable[[Batch, List[Tensor], How], Forward]
+
+
 class Run(NamedTuple):
     """`count` micro-batches of `size` examples, from example `start` on.
 
@@ -100,11 +120,13 @@ class MicroBatches:
     """A batch and how it is cut.
 
     Attributes:
-        batch: the batch.
+        whole: the batch as it came.
+        batch: the batch in the order in which it is cut.
         examples: the number of its examples.
         runs: of micro-batches, one after the other.
     """
 
+    whole: Batch
     batch: Batch
     examples: Size
     runs: List[Run]
@@ -113,8 +135,16 @@ class MicroBatches:
         """The micro-batch of a run with that index."""
         raise NotImplementedError
 
+    def rows(self, nest: Any, run: Run, index: Size) -> Any:
+        """What belongs to the examples of that micro-batch in a nest with all examples first."""
+        raise NotImplementedError
+
     def first(self) -> Batch:
         """The first micro-batch. In a graph, as little is known of its shape as of the others."""
+        return self.get(self.runs[0], self.first_index())
+
+    def first_index(self) -> Size:
+        """The index of the first micro-batch, which a graph knows only if sizes are static."""
         raise NotImplementedError
 
     def uncut_fraction(self, micro_batch: Batch, weights: Tensor, doubtful: bool = False) -> Any:
@@ -188,6 +218,10 @@ class Engine:
     def max_over_replicas(self, values: List[Tensor]) -> List[Tensor]:
         """The largest of the values, element by element, that any replica has."""
         return values
+
+    def on_first_replica(self, value: Tensor) -> Tensor:
+        """The value on the first replica, and zeros on the others."""
+        return value
 
     def checked(self, values: Tensor, *checks: Check) -> Tensor:
         """The values, once all conditions are known to hold. Raises a ValueError otherwise."""

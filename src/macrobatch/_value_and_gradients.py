@@ -4,11 +4,12 @@ from typing import Any, Callable, List, Optional, Tuple
 
 import tensorflow as tf
 
-from macrobatch import _checks, _internals
+from macrobatch import _internals
 from macrobatch._batches import checks as batch_checks
 from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
-from macrobatch._keras import checks as keras_checks
+from macrobatch._gradients import functions
+from macrobatch._gradients.whole_batch import WholeBatch
 from macrobatch._keras import stateless
 from macrobatch._keras.scope import Written
 from macrobatch._keras.sequences import low_precision
@@ -18,11 +19,11 @@ from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.loop import Loop
 from macrobatch._tensorflow.memory import memory_of
 from macrobatch._tensorflow.parts import after, gradients_of
-from macrobatch._types import Batch, How, Part, Tensor, names
+from macrobatch._types import Batch, How, Part, Tensor
 
 
 def value_and_gradients(
-    loss_fn: Callable[[Any], Any],
+    loss_fn: Callable[..., Any],
     variables: Any,
     batch: Any,
     *,
@@ -31,6 +32,7 @@ def value_and_gradients(
     sequence_axis: Optional[int] = None,
     lengths: Optional[Callable[[Any], Any]] = None,
     has_aux: bool = False,
+    forward: Optional[Callable[[Any], Any]] = None,
 ) -> Tuple[Any, Any]:
     """The loss of a whole batch and its gradients, in the memory of a micro-batch.
 
@@ -45,6 +47,15 @@ def value_and_gradients(
     BatchNormalization, in Keras 3 layers, are written once, at the end, as in `accumulate`. If
     anything fails before, they have not changed. `loss_fn` writes other variables once for each
     micro-batch.
+
+    Losses in which examples meet (contrastive losses, for instance) need the whole batch. With
+    `forward=` they get it: it computes
+
+        with tf.GradientTape() as tape:
+            loss = loss_fn(forward(batch), batch)
+        return loss, tape.gradient(loss, variables)
+
+    but `forward` never sees more than `micro_batch_size` examples. It runs twice on each of them.
 
     Inside `strategy.run`, each replica passes its part of the batch, which may be empty. The loss
     is that of the whole batch. The gradients are the part of this replica: optimizers sum them over
@@ -77,6 +88,13 @@ def value_and_gradients(
             for the whole batch: tensors concatenated along their first dimension, scalars stacked.
             With `sequence_axis`, values for each example are in the order of the batch, with zeros
             for positions that were cut off.
+        forward: a function of a micro-batch that returns any nest of tensors, with the examples
+            first. Then `loss_fn` is a function of `(outputs, batch)`: what `forward` returns for
+            all examples, in the order of the batch, and the batch. It is called once, returns the
+            loss of the whole batch in one of the forms above, and may use variables itself;
+            `aux` comes back as it is. On replicas, outputs and batch are those of all of them.
+            Random numbers must be drawn from seeds, as layers and `keras.random` do: `forward`
+            must come to the same both times, or is refused.
 
     Returns:
         `(loss, gradients)`, or `((loss, aux), gradients)`. The gradients have the structure of
@@ -114,17 +132,21 @@ def value_and_gradients(
         )
     )
     status = _internals.autograph_status()
-    return _value_and_gradients(loss_fns.checked(loss_fn), variables, batch, cut, has_aux, status)
+    loss_fns.checked(loss_fn, forward is not None)
+    if forward is not None:
+        loss_fns.checked_forward(forward)
+    return _value_and_gradients(loss_fn, variables, batch, cut, has_aux, forward, status)
 
 
 # Only `loss_fn` may need to be converted; this code does not, and it takes a while.
 @tf.autograph.experimental.do_not_convert
 def _value_and_gradients(
-    loss_fn: Callable[[Any], Any],
+    loss_fn: Callable[..., Any],
     variables: Any,
     batch: Batch,
     cut: Cut,
     has_aux: bool,
+    forward: Optional[Callable[[Any], Any]],
     status: Any,
 ) -> Tuple[Any, Any]:
     trained = [checks.variable(variable) for variable in tf.nest.flatten(variables)]
@@ -134,13 +156,20 @@ def _value_and_gradients(
     replicas.check_scope(replicas.strategy_of(weights))
     batch = graph.to_tensors(batch)
     batch, examples = in_order.checked(batch, ENGINE, may_be_empty=replicas.in_several())
-    jit_compile = cut.axis is not None and _internals.is_compiled(loss_fn)
+    user_fn = loss_fn if forward is None else forward  # which micro-batches go into
+    jit_compile = cut.axis is not None and _internals.is_compiled(user_fn)
     x, sample_weight = _inputs_and_weights(batch)
-    memory = None if cut.axis is None else memory_of(loss_fn)
+    memory = None if cut.axis is None else memory_of(user_fn)
     micro_batches = cut.apply(
         batch, examples, ENGINE, (batch,), x, sample_weight, (), jit_compile, memory
     )
-    user_fn, loss_fn = loss_fn, _converted(loss_fn, status)
+    loss_fn = functions.converted(loss_fn, status)
+    if forward is not None:
+        forward = functions.converted(forward, status)
+        passes = WholeBatch(forward, loss_fn, has_aux, trained, micro_batches, jit_compile)
+        loss, aux, found = passes.run(user_fn)
+        found = tf.nest.pack_sequence_as(variables, found)
+        return ((loss, aux) if has_aux else loss), found
     written = Written([], trained, ENGINE)
 
     def step(micro_batch: Batch, values: Any, counts: Any, how: How) -> Part:
@@ -184,7 +213,7 @@ def _value_and_gradients(
         return {"loss": [value * tf.cast(scale, value.dtype) for value in values]}
 
     def dry_run(like: Batch) -> None:
-        _dry_run(loss_fn, trained, like)
+        functions.dry_run(loss_fn, trained, like)
 
     with batch_checks.explaining(micro_batches, dry_run):
         likes = micro_batches.whole_and_shorter()
@@ -200,8 +229,8 @@ def _value_and_gradients(
             lambda: not written.normalizing,
         )
         trial.check_once(user_fn, weights, micro_batches, check)
-        part = loop.run([], _synchronized(written))
-    _warn(written)
+        part = loop.run([], functions.synchronized(written))
+    functions.warn(written)
     numerator: Tensor
     denominator: Tensor
     numerator, denominator, *gradients = part.sums
@@ -221,45 +250,8 @@ def _value_and_gradients(
     return ((loss, part.aux) if has_aux else loss), found
 
 
-def _converted(function: Callable[[Any], Any], status: Any) -> Callable[[Any], Any]:
-    """A user's function as a tf.function would trace it."""
-    if tf.executing_eagerly():
-        return function
-
-    # A function that was made inside a tf.function is converted already, but what it calls is only
-    # converted where converted code calls it, as this will be.
-    def call(micro_batch: Batch) -> Any:
-        return function(micro_batch)
-
-    return _internals.autograph_converted(call, status)
-
-
 def _inputs_and_weights(batch: Batch) -> Tuple[Any, Any]:
     """What of a batch tells the lengths of examples: of a tuple, as Keras means it."""
     if not isinstance(batch, tuple) or hasattr(batch, "_fields"):
         return batch, None
     return batch[0], batch[2:]
-
-
-def _dry_run(loss_fn: Callable[[Any], Any], trained: List[Any], like: Batch) -> None:
-    """Traces the function into a graph that is thrown away."""
-    written = Written([], trained, ENGINE)
-
-    def run(micro_batch: Batch) -> None:
-        stateless.run(lambda: loss_fn(micro_batch), written, [], alone=True)
-
-    tf.function(run, autograph=False).get_concrete_function(like)
-
-
-def _synchronized(written: Written) -> List[str]:
-    """The names of layers in which replicas meet."""
-    if not replicas.in_several():
-        return []
-    return [layer.name for layer in written.normalizing if layer.synchronized]
-
-
-def _warn(written: Written) -> None:
-    if written.normalizing:
-        layers = names(written.normalizing), names(written.decaying)
-        for message in keras_checks.inexact(*layers):
-            _checks.warn_once(written.normalizing[0], message)

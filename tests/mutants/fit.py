@@ -64,15 +64,15 @@ MUTANTS = [
     Mutant(
         "fit: activity regulariser summed",
         LOSS,
-        "if regularizes and activity_losses_are_means():",
+        'if kind == "mean":',
         "if False:",
         (LOSSES + "[regularizers-graph]",),
     ),
     Mutant(
         "fit: vectors given to add_loss by share",
         LOSS,
-        "elif not regularizes and not self._is_per_example(value, index):",
-        "elif not regularizes:",
+        'elif kind == "scalar":',
+        'elif kind != "sum":',
         (
             TERMS + "test_added_values_are_of_examples_only_if_there_are_more_for_more_examples",
             LOSSES + "[add_loss-vectors-graph]",
@@ -80,9 +80,9 @@ MUTANTS = [
     ),
     Mutant(
         "fit: a penalty as large as a micro-batch taken for values of examples",
-        LOSS,
-        "return is_equal and self._micro_batch.grows(index)",
-        "return is_equal",
+        "_keras/added.py",
+        "if is_equal and self._grows(micro_batch)[index] else",
+        "if is_equal else",
         (TERMS + "test_added_values_are_of_examples_only_if_there_are_more_for_more_examples",),
     ),
     Mutant(

@@ -25,7 +25,8 @@ MAY_IMPORT = {
     "_workers": {*SHARED, "_tensorflow"},
     "_fit": {*SHARED, "_tensorflow", "_batches", "_keras", "_workers"},
     "_gradient_accumulator": {*SHARED, "_tensorflow"},
-    "_value_and_gradients": {*SHARED, "_tensorflow", "_batches", "_keras"},
+    "_gradients": {*SHARED, "_tensorflow", "_batches", "_keras"},
+    "_value_and_gradients": {*SHARED, "_tensorflow", "_batches", "_keras", "_gradients"},
     "_accumulate": {*SHARED, "_tensorflow", "_batches", "_keras", "_fit"},
     "_verify": {
         *SHARED,

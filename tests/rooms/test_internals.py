@@ -96,6 +96,20 @@ def test_losses_of_layers_and_masks():
     masked = layers.Masking()(tf.zeros([2, 3, 1]))
     assert not np.any(_internals.mask_of(masked))
     assert _internals.mask_of(tf.zeros([2])) is None
+    tensor, mask = tf.zeros([2, 3]), tf.ones([2, 3], tf.bool)
+    _internals.set_mask(tensor, mask)
+    assert _internals.mask_of(tensor) is mask
+
+
+def test_losses_that_layers_added_can_be_forgotten():
+    built = keras.Sequential([keras.Input([3]), layers.ActivityRegularization(l1=1.0)])
+    with keras.StatelessScope(collect_losses=True):
+        built(tf.ones([2, 3]))
+        assert len(built.losses) == 1
+        _internals.clear_losses(built)
+        assert built.losses == []
+        built.layers[0].add_loss(tf.constant(3.0))
+        assert [float(loss) for loss in built.losses] == [3.0]
 
 
 def test_variables():
@@ -152,6 +166,10 @@ def test_means_are_divided_by_the_number_of_replicas_in_one_place(monkeypatch):
     with _internals.without_replica_scaling():
         assert float(loss(tf.ones([2, 1]), tf.zeros([2, 1]))) == 1.0
     assert float(loss(tf.ones([2, 1]), tf.zeros([2, 1]))) == 0.5
+    monkeypatch.setattr(module, "unscale_loss_for_distribution", lambda value: value * 2)
+    with _internals.without_replica_unscaling():
+        assert float(module.unscale_loss_for_distribution(tf.constant(1.0))) == 1.0
+    assert float(module.unscale_loss_for_distribution(tf.constant(1.0))) == 2.0
 
 
 def test_dropout_has_one_function():

@@ -52,7 +52,7 @@ def terms_of(loss, start, stop, mask=False, weights=False, outputs=1, examples_o
     prediction = ops.convert_to_tensor(Y_PRED[start:stop])
     if mask:
         keras.src.backend.set_keras_mask(prediction, ops.convert_to_tensor(MASK[start:stop]))
-    micro_batch = MicroBatch(stop - start, examples_of_all, None, lambda w: 1.0, lambda i: True)
+    micro_batch = MicroBatch(stop - start, examples_of_all, None, lambda w: 1.0)
     found = Terms(micro_batch, [], Engine(), set())
     sample_weight = ops.convert_to_tensor(WEIGHTS[start:stop]) if weights else None
     y = ops.convert_to_tensor(Y_TRUE[start:stop])

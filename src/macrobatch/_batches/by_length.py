@@ -53,6 +53,7 @@ class ByLength(MicroBatches):
         lengths_are_given: bool = False,
         few_shapes: bool = False,
     ):
+        self.whole = batch
         self.examples, self.sequences, self._engine = examples, sequences, engine
         self.axis = sequences.axis
         self._size, self._tokens, self._few_shapes = size, tokens, few_shapes
@@ -168,8 +169,15 @@ class ByLength(MicroBatches):
         found = [function(*pair) for pair in zip(leaves, self.sequences.are_sequences)]
         return tree.pack_sequence_as(self.batch, found)
 
-    def first(self) -> Batch:
-        return self.get(self.runs[0], self._engine.unknown(0))
+    def rows(self, nest: Any, run: Run, index: Size) -> Any:
+        places = self.starts[index], self.starts[index + 1]
+        return tree.map_structure(
+            lambda leaf: None if leaf is None else self._engine.taken(leaf, self.order, *places),
+            nest,
+        )
+
+    def first_index(self) -> Size:
+        return self._engine.unknown(0)
 
     def length_of(self, micro_batch: Batch) -> Optional[Size]:
         axis, engine = self.sequences.axis, self._engine
@@ -215,12 +223,16 @@ class ByLength(MicroBatches):
             # In eager mode some other size may happen to be the length of one micro-batch.
             if all(each is not False for each in is_cut):
                 leaves = [
-                    self._engine.lengthened(
-                        leaf, axis, size if cut is True else ops.where(cut, size, own)
-                    )
+                    self._sized(leaf, axis, size if cut is True else ops.where(cut, size, own))
                     for leaf, cut, (own, _) in zip(leaves, is_cut, pairs)
                 ]
         return leaves
+
+    def _sized(self, leaf: Tensor, axis: int, size: Size) -> Tensor:
+        """The leaf with a size along an axis. Few shapes may be longer than the sequences."""
+        if self.longer():
+            leaf = self._engine.shortened(leaf, axis, size, exactly=False)
+        return self._engine.lengthened(leaf, axis, size)
 
     def _is_length(self, size: Size, length: Size) -> Truth:
         """Whether a size is the length that sequences are cut to, as far as can be known."""

@@ -1,6 +1,6 @@
 """Batch -> micro-batches of one size, in the order of the batch."""
 
-from typing import List, Tuple
+from typing import Any, List, Tuple
 
 from keras import ops, tree
 
@@ -50,19 +50,22 @@ class InOrder(MicroBatches):
     """A batch that is cut into micro-batches of one size, in the order of the batch."""
 
     def __init__(self, batch: Batch, examples: Size, size: int, engine: BatchEngine):
-        self.batch, self.examples, self._engine = batch, examples, engine
+        self.whole = self.batch = batch
+        self.examples, self._engine = examples, engine
         self.runs = runs_of(examples, size, engine.has_static_sizes())
 
     def get(self, run: Run, index: Size) -> Batch:
+        return self.rows(self.batch, run, index)
+
+    def rows(self, nest: Any, run: Run, index: Size) -> Any:
         start = run.start + index * run.size
         return tree.map_structure(
             lambda leaf: (
                 None if leaf is None else self._engine.slice_of(leaf, start, run.size, run.static)
             ),
-            self.batch,
+            nest,
         )
 
-    def first(self) -> Batch:
+    def first_index(self) -> Size:
         # Slices at a constant index have a constant size, others have not.
-        index = 0 if self.runs[0].static else self._engine.unknown(0)
-        return self.get(self.runs[0], index)
+        return 0 if self.runs[0].static else self._engine.unknown(0)

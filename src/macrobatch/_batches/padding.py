@@ -33,20 +33,25 @@ class Comparison(NamedTuple):
         return bool(self.micro_batches.sequences.ragged)
 
     def run(
-        self, function: Callable[[Batch], Found], is_additive: Callable[[], bool]
+        self,
+        function: Callable[[Batch], Found],
+        is_additive: Callable[[], bool],
+        beside_whole: bool = False,
     ) -> Tuple[Found, List[Found]]:
         """What comes of examples with padding, and all that must be the same without.
 
         Args:
             function: to be run on micro-batches.
             is_additive: whether, in the last run, no example depended on others.
+            beside_whole: whether the function gets each micro-batch with the same one whole.
         """
         micro_batches, start, end = self.micro_batches, self.start, self.end
 
         def found(start: Size, end: Size, length: Size) -> Found:
             # One trace, for all lengths.
             length = micro_batches.unknown(length)
-            return function(micro_batches.taken(start, end, length))
+            cut = micro_batches.taken(start, end, length)
+            return function((cut, micro_batches.taken(start, end, None)) if beside_whole else cut)
 
         longest, next_longest = micro_batches.lengths[start], micro_batches.lengths[start + 1]
         if not self.is_ragged:

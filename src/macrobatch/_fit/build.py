@@ -10,7 +10,6 @@ import tensorflow as tf
 from keras import tree
 
 from macrobatch import _internals
-from macrobatch._keras.model import ModelStep
 from macrobatch._keras.scope import Scope
 from macrobatch._tensorflow import graph
 from macrobatch._tensorflow.engine import ENGINE
@@ -41,7 +40,7 @@ def _symbolic(leaf: Any, axis: Optional[int]) -> Any:
     return keras.KerasTensor(tuple(shape), keras.backend.standardize_dtype(leaf.dtype))
 
 
-def by_running(step: ModelStep, micro_batch: Batch) -> None:
+def by_running(step: Any, micro_batch: Batch) -> None:
     """Builds by a run whose results nobody needs."""
 
     def run(micro_batch: Batch) -> None:

@@ -20,6 +20,22 @@ def micro_batch_weight(value: Any) -> Any:
     return value
 
 
+def whole_batch_loss(value: Any, micro_batch_weight: Any) -> bool:
+    """Returns `value`, if it is True or False and goes with the other argument."""
+    if not isinstance(value, bool):
+        raise ValueError(
+            "whole_batch_loss must be True or False: whether the loss sees the predictions of the "
+            f"whole batch. Received: whole_batch_loss={value!r}."
+        )
+    if value and micro_batch_weight is not None:
+        raise ValueError(
+            "micro_batch_weight= says how losses of micro-batches are put together. With "
+            "whole_batch_loss=True there is one loss, of the whole batch. Received: both. Leave "
+            "micro_batch_weight= out."
+        )
+    return value
+
+
 def keras_model(model: Any) -> None:
     """Raises unless `model` is a Keras 3 model on the TensorFlow backend."""
     if not isinstance(model, keras.Model):

@@ -14,7 +14,6 @@ from macrobatch._keras import model as models
 from macrobatch._keras.report import overrides
 from macrobatch._tensorflow import checks as replica_checks
 from macrobatch._tensorflow import graph, replicas
-from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._types import Batch
 from macrobatch._workers import callbacks
 from macrobatch._workers import checks as worker_checks
@@ -123,8 +122,7 @@ class Accumulation(Steps):
 
     def _run_once(self, batch: Batch) -> None:
         micro_batch = keras.utils.unpack_x_y_sample_weight(batch)
-        step = models.ModelStep(self.model, True, ENGINE, self.micro_batch_weight)
-        build.by_running(step, micro_batch)
+        build.by_running(self._step_to_build_with(True), micro_batch)
 
     def make_train_function(self, force: bool = False) -> Any:
         """As Keras', which calls it once at the start of a fit."""

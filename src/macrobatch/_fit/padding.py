@@ -81,7 +81,7 @@ class Padding:
         return _found(model, trial.comparable(part.sums), part)
 
     @contextlib.contextmanager
-    def explaining(self, model: ModelStep, micro_batches: MicroBatches) -> Iterator[None]:
+    def explaining(self, model: Any, micro_batches: MicroBatches) -> Iterator[None]:
         """Says so where a model fails on sequences that are cut, and not on whole ones."""
 
         def dry_run(like: Batch) -> None:
@@ -103,7 +103,7 @@ def _of_moved_weights(loop: Loop, model: ModelStep, micro_batches: MicroBatches)
     """
 
     def run(micro_batch: Batch) -> Part:
-        weights = _moved([variable.value for variable in model.trained])
+        weights = moved([variable.value for variable in model.trained])
         whole = Whole(1, guesses=[])
         found = model(micro_batch, loop.values, whole, alone=True, drops=False, weights=weights)
         return Part(found.reported, found.counts, found.written)
@@ -132,7 +132,7 @@ def _found(model: ModelStep, sums: Sequence[Tensor], part: Part) -> trial.Found:
     return found
 
 
-def _dry_run(model: ModelStep, like: Batch) -> None:
+def _dry_run(model: Any, like: Batch) -> None:
     """Traces a step into a graph that is thrown away."""
     values = model.values()
 
@@ -142,18 +142,18 @@ def _dry_run(model: ModelStep, like: Batch) -> None:
     tf.function(run, autograph=False).get_concrete_function(like)
 
 
-def _moved(weights: List[Any]) -> List[Tensor]:
+def moved(weights: List[Any]) -> List[Tensor]:
     """The values of weights, and as much again in random directions; large ones as they are."""
-    moved = []
+    found = []
     for seed, weight in enumerate(weights):
         value = tf.convert_to_tensor(weight)
         if value.shape.num_elements() > 2**20:
-            moved.append(value)
+            found.append(value)
             continue
         noise = tf.random.stateless_normal(tf.shape(value), [seed, 0], dtype=value.dtype)
         size = tf.maximum(tf.math.reduce_std(value), tf.cast(0.05, value.dtype))
-        moved.append(value + size * noise)
-    return moved
+        found.append(value + size * noise)
+    return found
 
 
 def fixed_parts(declared: Sequence[Any], nest: Any, axis: int) -> List[Tensor]:

@@ -118,7 +118,7 @@ class Steps:
         if not models.is_built(model) and not self._has_run:
             self._has_run = True
             first = micro_batches.first()
-            build.by_running(self._model_step(training, micro_batches), first)
+            build.by_running(self._step_to_build_with(training), first)
         (examples_of_all,) = replicas.total_counts([examples])
         return micro_batches, Whole(examples_of_all, guesses=[])
 
@@ -131,6 +131,10 @@ class Steps:
     def _model_step(self, training: bool, micro_batches: MicroBatches) -> ModelStep:
         uncut = micro_batches.uncut_fraction if micro_batches.has_lengths else None
         return ModelStep(self.model, training, ENGINE, self.micro_batch_weight, uncut)
+
+    def _step_to_build_with(self, training: bool) -> Any:
+        """What can run a micro-batch, where only what the run makes is needed."""
+        return ModelStep(self.model, training, ENGINE, self.micro_batch_weight)
 
     def compiles_steps(self) -> bool:
         """Whether XLA compiles the steps of the loop, not the train step as a whole.
@@ -166,7 +170,7 @@ class Steps:
             self._latest[key] = nothing_like(part, model.values()), model
         return part
 
-    def _synchronized(self, model: ModelStep) -> List[str]:
+    def _synchronized(self, model: Any) -> List[str]:
         """The names of layers in which replicas meet."""
         if not replicas.in_several() or not model.training:
             return []
@@ -180,7 +184,7 @@ class Steps:
             loop_checks.not_synchronized(self.cut.tokens, meeting)
         return meeting
 
-    def _warn(self, model: ModelStep, part: Part) -> None:
+    def _warn(self, model: Any, part: Part) -> None:
         written = keras_checks.written_by_layers(model.unexplained(part.written))
         for message in [*model.inexact, *written]:
             _checks.warn_once(self.model, message)

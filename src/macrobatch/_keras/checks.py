@@ -124,8 +124,10 @@ def inexact(
     scalars: Sequence[str] = (),
     added: Sequence[str] = (),
     overridden: bool = False,
+    whole_batch_loss: bool = False,
 ) -> List[str]:
     """What to say of the parts of a model that cannot equal the whole batch."""
+    weight = "." if whole_batch_loss else ", or pass micro_batch_weight=."
     messages = []
     if normalizing:
         messages.append(
@@ -144,22 +146,25 @@ def inexact(
     if scalars:
         messages.append(
             "These losses are one scalar for the batch. They count as means over the examples, "
-            f"and are exact only if they are: {list(scalars)}. Return one value per example (for "
-            "Dice and Tversky: axis=...), or pass micro_batch_weight=."
+            f"and are exact only if they are: {list(scalars)}. Pass whole_batch_loss=True, with "
+            "which every loss is exact; or return one value per example (for Dice and Tversky: "
+            "axis=...), or pass micro_batch_weight=."
         )
     if added:
         messages.append(
             "These layers give a scalar to add_loss. It counts as a mean over the examples, and is "
-            f"exact only if it is one: {list(added)}. Give a vector with one value per example, "
-            "or pass micro_batch_weight=. A scalar in which examples meet, such as the balance of "
-            "a router (Mixture of Experts), is that of each micro-batch: a larger "
-            "micro_batch_size brings it closer to that of the batch."
+            f"exact only if it is one: {list(added)}. Give a vector with one value per example"
+            f"{weight} A scalar in which examples meet, such as the balance of a router (Mixture "
+            "of Experts), is that of each micro-batch: a larger micro_batch_size brings it closer "
+            "to that of the batch. Or return what the scalar is computed from as an output of the "
+            "model, compute the scalar in compute_loss, and pass whole_batch_loss=True."
         )
     if overridden:
         messages.append(
             "The model overrides compute_loss. Its scalar counts as a mean over the examples, and "
-            "is exact only if it is one. If it is a mean over something else (tokens, weights), "
-            "pass micro_batch_weight=."
+            "is exact only if it is one. Pass whole_batch_loss=True, with which every scalar is "
+            "exact; or, if it is a mean over something else (tokens, weights), "
+            "micro_batch_weight=."
         )
     return messages
 

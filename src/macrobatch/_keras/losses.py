@@ -12,14 +12,14 @@ masked, sums of weights.
 """
 
 import functools
-from typing import Any, Callable, List, NamedTuple, Optional, Set, Tuple
+from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Set
 
-import keras
 from keras import ops
 
 from macrobatch import _internals
 from macrobatch._keras import checks
-from macrobatch._keras.probes import activity_losses_are_means, mask_padding
+from macrobatch._keras.added import Added
+from macrobatch._keras.probes import mask_padding
 from macrobatch._types import Engine, Size, Tensor
 
 # The reductions that divide by the number of elements, or of unmasked ones.
@@ -69,15 +69,12 @@ class MicroBatch(NamedTuple):
         weight: the place of the user's weight among the counts; None if examples are the weight.
         uncut_fraction: a function of weights of positions: what fraction of the positions there is,
             where sequences are cut; 1.0 where all are there.
-        grows: a function of the place of a value among those given to `add_loss`: whether there
-            are more elements in a batch of more examples.
     """
 
     examples: Size
     examples_of_all: Size
     weight: Optional[int]
     uncut_fraction: Callable[[Tensor], Any]
-    grows: Callable[[int], bool]
 
 
 class Terms:
@@ -222,50 +219,26 @@ class Terms:
         equal = ops.equal(ops.shape(values)[0], examples)
         return self._engine.checked(value, (equal, checks.VALUES_PER_EXAMPLE))
 
-    def add_added(self, layers: List[Any]) -> None:
+    def add_added(self, added: Sequence[Added]) -> None:
         """Adds what layers have given to `add_loss`.
 
         Scalars are means over the batch. Vectors with a value for each example are summed, as in
         Keras.
         """
-        for index, (layer, value) in enumerate(added_losses(layers)):
-            regularizes = layer.activity_regularizer is not None
+        for layer, value, kind in added:
             total = ops.sum(value)
             term = Term(layer.name, total, total, is_added=True)
-            if regularizes and activity_losses_are_means():
+            if kind == "mean":
                 term = self._mean(term, None)
-            elif not regularizes and not self._is_per_example(value, index):
+            elif kind == "scalar":
                 term = self._mean(term._replace(is_scalar=True), self._micro_batch.weight)
             self.terms.append(term)
-
-    def _is_per_example(self, values: Tensor, index: int) -> bool:
-        """Whether the first dimension of these values is the examples."""
-        if len(values.shape) == 0:
-            return False
-        if values.shape[0] is None:
-            return True
-        # As many values as there are examples may be chance: features, for one. A size that is
-        # known although the number of examples is not, is not that number.
-        examples = self._micro_batch.examples
-        is_equal = isinstance(examples, int) and values.shape[0] == examples
-        return is_equal and self._micro_batch.grows(index)
 
     def add_overridden(self, value: Tensor) -> None:
         """Adds what an overridden compute_loss has returned."""
         value = ops.convert_to_tensor(value)
         term = Term("compute_loss", value, value)
         self.terms.append(self._mean(term, self._micro_batch.weight))
-
-
-def added_losses(layers: List[Any]) -> List[Tuple[Any, Tensor]]:
-    """The values that layers have given to `add_loss` in this scope, and whose they are."""
-    pairs = [(layer, value) for layer in layers for value in _internals.own_losses(layer)]
-    values = [ops.convert_to_tensor(value) for _, value in pairs]
-    floats = [
-        v if keras.backend.is_float_dtype(v.dtype) else ops.cast(v, keras.config.floatx())
-        for v in values
-    ]
-    return [(layer, value) for (layer, _), value in zip(pairs, floats)]
 
 
 class _Tracker:

@@ -10,6 +10,7 @@ from keras import ops, tree
 
 from macrobatch import _internals
 from macrobatch._keras import batch_norm, checks, losses, report, sequences, stateless
+from macrobatch._keras.added import AddedLosses
 from macrobatch._keras.report import overrides
 from macrobatch._keras.scope import Scope, Written, is_seed, without
 from macrobatch._types import Batch, Engine, Logs, Tensor, Variable, Whole, names
@@ -75,7 +76,8 @@ class ModelStep:
         self._compiled = _internals.compiled_loss(model)
         self.terms: List[losses.Term] = []
         self.counts: List[losses.Count] = []
-        self._growing: Optional[List[bool]] = None
+        layers = functools.partial(_internals.layers_of, model)
+        self._added = AddedLosses(layers, self._forward, self.written, engine)
         self._scalars: Set[str] = set()
         # An own compute_metrics may ask for the loss. Then each run needs the reported values of
         # the micro-batches before.
@@ -185,7 +187,6 @@ class ModelStep:
                 whole.examples,
                 None if self._weight is None else 0,
                 self._uncut(micro_batch) or (lambda weights: 1.0),
-                functools.partial(self._grows, micro_batch),
             ),
             counts,
             self._engine,
@@ -200,7 +201,7 @@ class ModelStep:
                 if not compiled.built:
                     compiled(y, y_pred)
                 found.add_compiled(compiled, y, y_pred, sample_weight)
-            found.add_added(_internals.layers_of(model))
+            found.add_added(self._added.of(micro_batch, examples))
             checks.has_loss(found.terms, model.trainable_weights)
         self.terms, self.counts = found.terms, found.counts
         masks = [_internals.mask_of(leaf) for leaf in tree.flatten(y_pred)]
@@ -212,25 +213,6 @@ class ModelStep:
         weight = ops.cast(weight, keras.config.floatx())
         good = ops.logical_and(ops.isfinite(weight), weight >= 0)
         return losses.Count(self._engine.checked(weight, (good, checks.MICRO_BATCH_WEIGHT)))
-
-    def _grows(self, micro_batch: Batch, index: int) -> bool:
-        """Whether a value given to `add_loss` has more elements for more examples."""
-        if self._growing is None:
-            layers = _internals.layers_of(self.model)
-
-            def sizes(micro_batch: Batch) -> List[Any]:
-                with self.written.scope(self.written.values()), batch_norm.recorded(alone=True):
-                    self._forward(micro_batch)
-                    found = losses.added_losses(layers)
-                return [value.shape[0] if len(value.shape) else None for _, value in found]
-
-            here = [
-                value.shape[0] if len(value.shape) else None
-                for _, value in losses.added_losses(layers)
-            ]
-            other = self._engine.with_other_size(sizes, micro_batch)
-            self._growing = [one != two for one, two in zip(here, other)]
-        return self._growing[index]
 
     def _trained_parts(self, whole: Whole) -> List[Tensor]:
         """What to take gradients of."""
@@ -289,10 +271,21 @@ class ModelStep:
 
     def unexplained(self, written: Sequence[Optional[Tensor]]) -> List[str]:
         """The paths of variables that layers write once per micro-batch, for no known reason."""
-        changed = [v for v, value in zip(self.written.variables, written[1:]) if value is not None]
-        known = [v for layer in self.written.decaying for v in layer.non_trainable_variables]
-        known += [v for v in changed if is_seed(v)]
-        return [v.path for v in without(changed, [*self.model.metrics_variables, *known])]
+        return unexplained(self.model, self.written, written[1:])
+
+
+def unexplained(model: Any, written: Written, values: Sequence[Optional[Tensor]]) -> List[str]:
+    """The paths of variables that layers write once per micro-batch, for no known reason.
+
+    Args:
+        model: the model.
+        written: what is known of how its variables are written.
+        values: what a run has left in them, where they changed.
+    """
+    changed = [v for v, value in zip(written.variables, values) if value is not None]
+    known = [v for layer in written.decaying for v in layer.non_trainable_variables]
+    known += [v for v in changed if is_seed(v)]
+    return [v.path for v in without(changed, [*model.metrics_variables, *known])]
 
 
 def inputs_of(model: Any) -> List[Any]:

@@ -152,7 +152,7 @@ def shared(
         return engine.sum_over_replicas(parts) if whole else parts
 
     def rule(variable: Variable) -> str:
-        if getattr(variable, "synchronization", "auto") == "on_read":
+        if is_part(variable):
             return "parts"
         return "first" if keras.backend.is_float_dtype(variable.dtype) else "largest"
 
@@ -166,6 +166,11 @@ def shared(
         own = [value for v, value in zip(variables, values) if rule(v) == name]
         results[name] = iter(function(own) if own else [])
     return [next(results[rule(variable)]) for variable in variables]
+
+
+def is_part(variable: Variable) -> bool:
+    """Whether each replica holds a part of a variable, as it does of those of metrics."""
+    return bool(getattr(variable, "synchronization", "auto") == "on_read")
 
 
 def is_seed(variable: Variable) -> bool:

@@ -26,6 +26,9 @@ class TensorFlow(BatchEngine):
     def max_over_replicas(self, values: List[Tensor]) -> List[Tensor]:
         return replicas.max_over_replicas(values)
 
+    def on_first_replica(self, value: Tensor) -> Tensor:
+        return replicas.on_first_replica(value)
+
     def checked(self, values: Tensor, *checks: Check) -> Tensor:
         return graph.checked(values, *checks)
 

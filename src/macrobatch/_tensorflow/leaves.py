@@ -113,6 +113,17 @@ def lengthened(leaf: Tensor, axis: int, size: Size) -> Tensor:
     return longer
 
 
+def sized_like(leaf: Tensor, other: Tensor) -> Tensor:
+    """The leaf as long as another tensor along each axis but the first, cut or with zeros."""
+    if not isinstance(leaf, tf.Tensor):
+        return leaf
+    for axis in range(1, len(other.shape)):
+        size = size_along(axis, other)
+        if leaf.shape[axis] is None or leaf.shape[axis] != size:
+            leaf = lengthened(shortened(leaf, axis, size, exactly=False), axis, size)
+    return leaf
+
+
 def last_positions(leaf: Tensor, axis: int) -> Tensor:
     """For each example of a dense tensor, the last position where anything is not 0."""
     there = tf.not_equal(leaf, tf.zeros([], leaf.dtype))

@@ -13,7 +13,7 @@ What the loop means, whichever way it runs:
     return Part(sums, counts, values, moments, latest, concatenated(aux))
 """
 
-from typing import Any, Callable, List, Optional, Sequence
+from typing import Any, Callable, List, Optional, Sequence, Set
 
 import tensorflow as tf
 
@@ -138,6 +138,10 @@ class Loop:
             call = lambda *arguments: counting(self._traced(*arguments))  # noqa: E731
         ones = tf.ones([len(self.like.counts)], tf.float64)
         return list(self._run_in_graph(call, counting(self.like), ones).counts)
+
+    def operations(self) -> Set[str]:
+        """The types of all operations in the step. In a graph only."""
+        return self._traced.operations()
 
     def _run_traced(self) -> Part:
         return Loop(self._step, self.micro_batches, self._read, self._fits, apart=True).run()

@@ -1,6 +1,7 @@
 """What is checked of loops over micro-batches, and of sequences that are cut in them."""
 
-from typing import Any, Optional, Sequence
+import re
+from typing import Any, Iterable, Optional, Sequence
 
 from macrobatch._checks import WEIGHTED_METRICS
 
@@ -42,6 +43,66 @@ def depends_on_padding(name: str, hint: str, lengths_are_given: bool) -> str:
         f"{what} depends on padding, so that cutting it off would change the result. Received: "
         "another value for a micro-batch cut to its longest example than for the same one whole "
         f"(compared once, without dropout). {hint}{way_out}"
+    )
+
+
+# Operations that draw other numbers each time. Those of Keras draw from seeds, which are values,
+# and tf.random.stateless_uniform and the like from their arguments.
+DRAWING = re.compile("(Random|Rng|Stateful(?!Part)|Multinomial|(Parameterized)?TruncatedNormal)")
+
+
+def draws_nothing_anew(operations: Iterable[str]) -> None:
+    """Raises for a forward pass whose second run would draw other random numbers."""
+    drawing = sorted(each for each in operations if DRAWING.match(each))
+    if drawing:
+        raise ValueError(
+            f"{_SAME_TWICE} Received: a forward pass with {drawing}. {_DRAW_FROM_SEEDS}"
+        )
+
+
+_SAME_TWICE = (
+    "The forward pass runs twice, so that the loss can see the whole batch, and must come to the "
+    "same both times."
+)
+_DRAW_FROM_SEEDS = (
+    "Draw random numbers with layers (Dropout, GaussianNoise), with keras.random and a "
+    "keras.random.SeedGenerator, or with tf.random.stateless_uniform and the like; or draw them "
+    "before, as a part of the batch. tf.random and NumPy draw others each time."
+)
+PASSES_DIFFER = (
+    f"{_SAME_TWICE} Received: other outputs in the second pass. {_DRAW_FROM_SEEDS} Nor may it "
+    "depend on a tf.Variable that it writes itself."
+)
+LOSSES_DIFFER = (
+    "All replicas must come to the same loss of the whole batch. Received: different ones, as "
+    f"where the loss draws random numbers. {_DRAW_FROM_SEEDS}"
+)
+
+
+def is_not_sparse(name: str, kind: str) -> None:
+    """Raises for an output that TensorFlow has no gradients for."""
+    if kind == "sparse":
+        raise ValueError(
+            f"{name} must be dense or ragged tensors. Received: a tf.SparseTensor. Make it dense, "
+            "with tf.sparse.to_dense."
+        )
+
+
+def outputs_of_examples(name: str, leaf: Any, examples: Any) -> None:
+    """Raises for an output that cannot have the examples first."""
+    rank, size = leaf.shape.rank, leaf.shape[0] if leaf.shape.rank else None
+    known = examples if isinstance(examples, int) else None
+    if rank is None or rank == 0 or (size is not None and size != known):
+        raise ValueError(f"{not_of_examples(name)} (Here: shape {leaf.shape}.)")
+
+
+def not_of_examples(name: str) -> str:
+    """What to say of outputs of another number than there are examples."""
+    return (
+        f"{name} must have the examples first, so that those of all micro-batches can be joined. "
+        "Received: a tensor of another first size than the micro-batch, or of unknown rank. A "
+        "loss that a layer computes belongs into add_loss. If a layer has a fixed batch size, as "
+        "in keras.ops.reshape(x, (64, -1)), use -1 or keras.ops.shape(x)[0] for the examples."
     )
 
 

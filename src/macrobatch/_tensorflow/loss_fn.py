@@ -129,23 +129,39 @@ def weights_like_losses(weights: Any, losses: Any) -> None:
         )
 
 
-def checked(value: Any) -> Any:
-    """Returns `value`, if it can be called with one argument."""
+_ARGUMENT = (
+    "one argument, the micro-batch, which has the structure of the batch: `x, y = micro_batch`"
+)
+
+
+def checked(value: Any, beside_forward: bool = False) -> Any:
+    """Returns `value`, if it can be called as a `loss_fn` is; with `forward=`, for a batch."""
+    if beside_forward:
+        taken = "two arguments with forward=: the outputs of the whole batch, and the batch"
+        return _callable("loss_fn", value, "a batch", "losses", taken, 2)
+    return _callable("loss_fn", value, "a micro-batch", "losses", _ARGUMENT, 1)
+
+
+def checked_forward(value: Any) -> Any:
+    """Returns `value`, if it can be called as a `forward` is."""
+    return _callable("forward", value, "a micro-batch", "outputs", _ARGUMENT, 1)
+
+
+def _callable(name: str, value: Any, of: str, results: str, taken: str, count: int) -> Any:
     if not callable(value):
         raise ValueError(
-            "loss_fn must be a function of a micro-batch that returns its losses. "
-            f"Received: loss_fn={shown(value)}."
+            f"{name} must be a function of {of} that returns its {results}. "
+            f"Received: {name}={shown(value)}."
         )
     try:
         signature = inspect.signature(value)
     except (TypeError, ValueError):  # of builtins, for one, nothing is known
         return value
     try:
-        signature.bind(None)
+        signature.bind(*[None] * count)
     except TypeError:
         raise ValueError(
-            "loss_fn must take one argument, the micro-batch, which has the structure of the "
-            f"batch: `x, y = micro_batch`. Received: a function of {signature}."
+            f"{name} must take {taken}. Received: a function of {signature}."
         ) from None
     return value
 

@@ -75,11 +75,15 @@ def added(total: Optional[Part], part: Part) -> Part:
     )
 
 
-def gradients_of(tape: tf.GradientTape, loss: Tensor, weights: List[Any]) -> List[Gradient]:
-    """The gradients of a loss, with the shapes of the variables, which the tape may not know."""
-    return [
-        _shaped(gradient, v.shape) for gradient, v in zip(tape.gradient(loss, weights), weights)
-    ]
+def gradients_of(
+    tape: tf.GradientTape, loss: Any, weights: List[Any], of_loss: Any = None
+) -> List[Gradient]:
+    """The gradients of a loss, with the shapes of the variables, which the tape may not know.
+
+    Of several values, `of_loss` are the gradients for them of what is wanted.
+    """
+    found = tape.gradient(loss, weights, of_loss)
+    return [_shaped(gradient, v.shape) for gradient, v in zip(found, weights)]
 
 
 def _shaped(gradient: Gradient, shape: tf.TensorShape) -> Gradient:

@@ -168,11 +168,17 @@ def from_first_replica(values: List[Any]) -> List[Any]:
     """The values that the first replica has."""
     if not in_several() or not values:
         return values
-    context = tf.distribute.get_replica_context()
-    is_first = tf.equal(context.replica_id_in_sync_group, 0)
-    masked = [tf.where(is_first, value, tf.zeros_like(value)) for value in values]
+    masked = [on_first_replica(value) for value in values]
     totals = sum_over_replicas([sums.widened(value) for value in masked])
     return [tf.cast(each, value.dtype) for each, value in zip(totals, values)]
+
+
+def on_first_replica(value: Any) -> Any:
+    """The value on the first replica, and zeros on the others."""
+    if not in_several():
+        return value
+    replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+    return tf.where(tf.equal(replica, 0), value, tf.zeros_like(value))
 
 
 def max_over_replicas(values: List[Any]) -> List[Any]:

@@ -69,6 +69,12 @@ class Traced:
 
         return call
 
+    def operations(self) -> Set[str]:
+        """The types of all operations in the function, and in functions that it calls."""
+        whole = self._concrete.graph.as_graph_def()
+        inner = [node for function in whole.library.function for node in function.node_def]
+        return {node.op for node in [*whole.node, *inner]}
+
     def needs(self, of: Callable[[Any], Any], argument: int) -> List[bool]:
         """For each tensor of an argument, whether some of the results depend on it."""
         before = len(tensors_of(self._like[:argument]))

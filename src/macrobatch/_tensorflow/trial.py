@@ -32,6 +32,7 @@ class Trial(NamedTuple):
         is_coarse: whether numbers are of less than 32 bits somewhere.
         is_additive: whether, in the last of them, no example should depend on other ones.
         hint: what is known after them of why a loss might depend on padding.
+        beside_whole: whether they are functions of a micro-batch that is cut and the same whole.
     """
 
     outcomes: Sequence[Callable[[Batch], Found]]
@@ -40,6 +41,7 @@ class Trial(NamedTuple):
     is_coarse: bool
     is_additive: Callable[[], bool]
     hint: Callable[[], str] = str
+    beside_whole: bool = False
 
 
 def check(micro_batches: MicroBatches, trial: Trial, done: Any) -> None:
@@ -61,7 +63,7 @@ def check(micro_batches: MicroBatches, trial: Trial, done: Any) -> None:
     def compare() -> List[Tensor]:
         equal: Dict[str, List[Tensor]] = {}
         for outcome in trial.outcomes:
-            of_whole, others = comparison.run(outcome, trial.is_additive)
+            of_whole, others = comparison.run(outcome, trial.is_additive, trial.beside_whole)
             for other in others:
                 for name, values in other.items():
                     close = _close(of_whole[name], values, trial.is_coarse)

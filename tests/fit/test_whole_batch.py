@@ -1,0 +1,531 @@
+"""whole_batch_loss=True: the update of a loss that sees the predictions of the whole batch.
+
+Without random layers it is that of plain Keras. With them it is that of one tape over the same
+forward passes, joined: see Joined.
+"""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import support
+import tensorflow as tf
+from keras import layers, ops
+from support import MODES, assert_ended, assert_same_history, ended, thorough, train
+from test_accumulator_everywhere import mirrored
+
+import macrobatch
+
+RNG = np.random.default_rng(0)
+X, Y = RNG.normal(size=(19, 4)), RNG.normal(size=(19, 3))
+LABELS = np.arange(19) % 3
+TOKENS = RNG.integers(1, 9, (19, 6)) * (np.arange(6) < RNG.integers(1, 7, (19, 1)))
+CUT = {"micro_batch_size": 3, "whole_batch_loss": True}
+
+
+class Joined(keras.Model):
+    """The reference where layers draw: forward passes of micro-batches, joined, under one tape."""
+
+    def train_step(self, data):
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        with tf.GradientTape() as tape:
+            size = tf.nest.flatten(x)[0].shape[0]
+            parts = [
+                self(tf.nest.map_structure(lambda t, i=i: t[i : i + 3], x), training=True)
+                for i in range(0, size, 3)
+            ]
+            y_pred = tf.nest.map_structure(lambda *each: tf.concat(each, 0), *parts)
+            loss = self.compute_loss(x, y, y_pred, sample_weight)
+            self._loss_tracker.update_state(loss, sample_weight=size)
+            loss = self.optimizer.scale_loss(loss)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return self.compute_metrics(x, y, y_pred, sample_weight)
+
+
+def similarities(left, right):
+    left, right = (t / ops.norm(t, axis=1, keepdims=True) for t in (left, right))
+    return ops.matmul(left, ops.transpose(right)) / 0.3
+
+
+def contrastive(y_true, y_pred):
+    """One value for each example, which depends on all others."""
+    logits = similarities(y_pred, y_true)
+    return -ops.diagonal(ops.log_softmax(logits, axis=-1))
+
+
+def scalar(y_true, y_pred):
+    return ops.log(ops.mean((y_true - y_pred) ** 2)) + ops.std(y_pred)
+
+
+def dense(*more, last=3):
+    return keras.Sequential(
+        [keras.Input([4]), layers.Dense(5, activation="tanh"), *more, layers.Dense(last)]
+    )
+
+
+class Ranks(keras.metrics.Metric):
+    """In how much of a batch an example's own target is the nearest: it must see them all."""
+
+    def __init__(self, name="ranks"):
+        super().__init__(name=name)
+        self.best = self.add_weight(shape=(), initializer="zeros", name="best")
+        self.seen = self.add_weight(shape=(), initializer="zeros", name="seen")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        logits = similarities(y_pred, y_true)
+        best = ops.mean(ops.cast(ops.diagonal(logits) >= ops.max(logits, axis=1), self.dtype))
+        self.best.assign(self.best + best)
+        self.seen.assign(self.seen + 1)
+
+    def result(self):
+        return self.best / self.seen
+
+
+class Temperature(keras.Model):
+    """A loss of its own, with a weight that only the loss uses."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.temperature = self.add_weight(
+            shape=(), initializer=lambda shape, dtype: ops.cast(0.7, dtype), name="temperature"
+        )
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        logits = similarities(y_pred, y) * ops.exp(self.temperature)
+        losses = -ops.diagonal(ops.log_softmax(logits, axis=-1)) * ops.mean(x, axis=1) ** 2
+        return ops.mean(losses) + ops.sum(self.losses)
+
+
+def temperature():
+    inputs = keras.Input([4])
+    hidden = layers.Dense(5, "tanh", kernel_regularizer="l2", activity_regularizer="l1")(inputs)
+    return Temperature(inputs, layers.Dense(3)(hidden))
+
+
+def towers():
+    queries, items = keras.Input([4], name="queries"), keras.Input([3], name="items")
+    outputs = {
+        "query": layers.Dense(3, name="query")(layers.Dense(4, "tanh")(queries)),
+        "item": layers.Dense(3, name="item")(layers.Dense(4, "tanh")(items)),
+    }
+    return Retrieval({"queries": queries, "items": items}, outputs)
+
+
+class Retrieval(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        logits = similarities(y_pred["query"], y_pred["item"])
+        losses = -ops.diagonal(ops.log_softmax(logits, axis=-1))
+        return ops.sum(losses * sample_weight) / ops.sum(sample_weight)
+
+
+def two_outputs():
+    inputs = keras.Input([4])
+    hidden = layers.Dense(5, "tanh")(inputs)
+    return keras.Model(
+        inputs, {"a": layers.Dense(3, name="a")(hidden), "b": layers.Dense(3, name="b")(hidden)}
+    )
+
+
+def tagger():
+    tokens = keras.Input([None], dtype="int32")
+    hidden = layers.Embedding(9, 4, mask_zero=True)(tokens)
+    return keras.Model(tokens, layers.Dense(5)(layers.Dense(4, "tanh")(hidden)))
+
+
+class Adding(layers.Layer):
+    """Gives a value for each example to add_loss."""
+
+    def call(self, inputs):
+        self.add_loss(ops.mean(inputs**2, axis=1))
+        return inputs
+
+
+crossentropy = functools.partial(keras.losses.SparseCategoricalCrossentropy, from_logits=True)
+ONE_HOT = np.eye(3)[LABELS]
+
+# A model, its data, and what support.train takes besides.
+CASES = {
+    "contrastive": (dense, X, Y, {"loss": contrastive, "metrics": lambda: ["mae", Ranks()]}),
+    "scalar": (dense, X, Y, {"loss": scalar}),
+    "dice": (lambda: dense(layers.Softmax()), X, ONE_HOT, {"loss": keras.losses.Dice()}),
+    "tversky": (
+        lambda: dense(layers.Softmax()),
+        X,
+        ONE_HOT,
+        {
+            "loss": keras.losses.Tversky(alpha=0.3),
+            "metrics": lambda: [keras.metrics.AUC(name="auc")],
+        },
+    ),
+    "compute_loss with a temperature": (temperature, X, Y, {"metrics": ["mae"]}),
+    "towers": (
+        towers,
+        {"queries": X, "items": Y},
+        LABELS,
+        {"loss": None, "fit": {"sample_weight": RNG.uniform(size=19)}},
+    ),
+    "outputs": (
+        two_outputs,
+        X,
+        {"a": Y, "b": Y},
+        {
+            "loss": {"a": contrastive, "b": "mse"},
+            "loss_weights": {"a": 0.5, "b": 2.0},
+            "metrics": {"b": ["mae"]},
+        },
+    ),
+    "mask": (
+        tagger,
+        TOKENS,
+        TOKENS % 5,
+        {"loss": lambda: crossentropy(), "weighted_metrics": ["accuracy"]},
+    ),
+    "sample weights": (
+        dense,
+        X,
+        Y,
+        {
+            "loss": lambda: keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"),
+            "fit": {"sample_weight": RNG.uniform(size=19)},
+            "weighted_metrics": ["mae"],
+        },
+    ),
+    "class weights": (
+        dense,
+        X,
+        LABELS,
+        {"loss": lambda: crossentropy(), "fit": {"class_weight": {0: 1.0, 1: 3.0, 2: 0.5}}},
+    ),
+    "no reduction": (
+        dense,
+        X,
+        Y,
+        {"loss": lambda: keras.losses.MeanSquaredError(reduction=None)},
+    ),
+    "add_loss": (lambda: dense(Adding()), X, Y, {"loss": contrastive}),
+    "embedding, adam": (
+        lambda: keras.Sequential(
+            [keras.Input([6], dtype="int32"), layers.Embedding(9, 4), layers.Flatten()]
+        ),
+        TOKENS,
+        RNG.normal(size=(19, 24)),
+        {"loss": contrastive, "optimizer": lambda: keras.optimizers.SGD(0.1, momentum=0.9)},
+    ),
+}
+QUICK = {
+    "graph": ["dice", "compute_loss with a temperature", "towers", "outputs", "mask", "add_loss"],
+    "eager": ["contrastive", "add_loss"],
+    "compiled": ["contrastive"],
+    "replicas": ["compute_loss with a temperature", "mask"],
+}
+
+
+@functools.lru_cache(maxsize=None)
+def plain(case, mode):
+    build, x, y, options = CASES[case]
+    return ended(*train(build, x, y, epochs=1, **options, **MODES[mode]))
+
+
+@pytest.mark.filterwarnings("ignore:Nothing is being accumulated")
+@pytest.mark.parametrize(
+    ("case", "mode"),
+    [
+        pytest.param(case, mode, marks=[] if case in quick else [thorough])
+        for mode, quick in QUICK.items()
+        for case in CASES
+    ],
+)
+def test_as_plain_keras_on_the_whole_batch(case, mode, monkeypatch):
+    """Batches of 8, 8 and 3, in micro-batches of 3, 3 and 2; on replicas of 4 and 4, 2 and 1."""
+    if mode == "replicas":
+        monkeypatch.setattr(support, "strategy", mirrored(2))
+    build, x, y, options = CASES[case]
+    scope = support.strategy.scope()
+    kwargs = {**options, **MODES.get(mode, {})}
+    model, history = train(build, x, y, cut=CUT, epochs=1, scope=scope, **kwargs)
+    # In eager mode, Keras weighs losses of several outputs in another way.
+    reference = plain(case, mode if mode == "eager" else "graph")
+    assert_ended(reference, model)
+    assert_same_history(reference.history, history)
+
+
+# Random layers
+
+
+def noisy(kind=keras.Model):
+    inputs = keras.Input([4])
+    hidden = layers.Dropout(0.4)(layers.Dense(6, "tanh")(inputs))
+    hidden = layers.GaussianNoise(0.5)(layers.Dense(5, "tanh", kernel_regularizer="l2")(hidden))
+    return kind(inputs, layers.Dropout(0.3)(layers.Dense(3)(hidden)))
+
+
+@functools.lru_cache(maxsize=None)
+def joined(mode):
+    options = {"loss": contrastive, "metrics": ["mae"], **MODES[mode]}
+    return ended(*train(functools.partial(noisy, Joined), X[:16], Y[:16], **options))
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager", pytest.param("compiled", marks=thorough)])
+def test_random_layers_draw_the_same_in_both_passes(mode):
+    options = {"loss": contrastive, "metrics": ["mae"], **MODES[mode]}
+    model, history = train(noisy, X[:16], Y[:16], cut=CUT, **options)
+    # XLA draws other numbers from the same seeds.
+    reference = joined(mode if mode == "compiled" else "graph")
+    assert_ended(reference, model)  # with the state of their seeds
+    assert_same_history(reference.history, history)
+
+
+def test_mixed_precision_with_a_loss_scale():
+    """float16 gradients are those of the scaled loss of the whole batch."""
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("mixed_float16")
+
+    def optimizer():
+        inner = keras.optimizers.SGD(0.1, momentum=0.9)
+        return keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**12)
+
+    data = X[:16].astype("float32"), Y[:16].astype("float16")
+    options = {"loss": contrastive, "optimizer": optimizer, "moved": False}
+    reference, _ = train(functools.partial(noisy, Joined), *data, **options)
+    model, _ = train(noisy, *data, cut=CUT, **options)
+    for one, other in zip(reference.trainable_weights, model.trainable_weights):
+        np.testing.assert_allclose(one, other, rtol=2e-2, atol=2e-3)
+    assert float(model.optimizer.dynamic_scale) == float(reference.optimizer.dynamic_scale)
+
+
+def test_gradients_of_a_tiny_loss_do_not_vanish_in_float16():
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy("mixed_float16")
+    moved = []
+    for scale in (1.0, 2.0**14):
+        keras.utils.set_random_seed(7)
+        model = dense()
+        before = model.get_weights()
+        adam = keras.optimizers.Adam(0.1, epsilon=1e-20)
+        optimizer = keras.optimizers.LossScaleOptimizer(adam, scale)
+        model.compile(optimizer, lambda y, p: 1e-9 * ops.mean(ops.cast(p, "float32") ** 2))
+        macrobatch.accumulate(model, **CUT).fit(X, Y, batch_size=19, verbose=0)
+        moved.append(max(np.abs(a - b).max() for a, b in zip(before, model.get_weights())))
+    assert moved[0] < 1e-3 < moved[1]
+
+
+# BatchNormalization
+
+
+@pytest.mark.filterwarnings("ignore:BatchNormalization normalises")
+@pytest.mark.parametrize("mode", ["graph", pytest.param("eager", marks=thorough)])
+def test_moving_statistics_are_those_of_the_batch(mode):
+    def build(kind=keras.Model):
+        inputs = keras.Input([4])
+        normalized = layers.BatchNormalization(momentum=0.7)(inputs)
+        return kind(inputs, layers.Dense(3)(layers.Dropout(0.2)(normalized)))
+
+    options = {"loss": contrastive, **MODES[mode]}
+    model, _ = train(build, X[:16], Y[:16], cut=CUT, **options)
+    of_tape, _ = train(functools.partial(build, Joined), X[:16], Y[:16], loss=contrastive)
+    of_batch, _ = train(build, X[:16], Y[:16], loss=contrastive)
+    for one, other in zip(of_tape.trainable_weights, model.trainable_weights):
+        np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+    for one, other in zip(of_batch.layers[1].weights[2:], model.layers[1].weights[2:]):
+        np.testing.assert_allclose(one, other, rtol=1e-10)
+
+
+# What is said
+
+
+def warnings_of(build, loss, cut=CUT, y=Y):
+    keras.utils.set_random_seed(1)
+    model = build()
+    model.compile("sgd", loss)
+    macrobatch.accumulate(model, **cut)
+    with pytest.warns(macrobatch.ExactnessWarning) as caught:
+        model.fit(X, y, batch_size=8, verbose=0)
+    return [str(w.message) for w in caught if w.category is macrobatch.ExactnessWarning]
+
+
+@pytest.mark.parametrize(
+    ("build", "loss"), [(dense, scalar), (temperature, None)], ids=["scalar", "compute_loss"]
+)
+def test_plain_accumulation_names_the_way_out(build, loss):
+    messages = warnings_of(build, loss, {"micro_batch_size": 3})
+    assert any("whole_batch_loss=True" in message for message in messages)
+
+
+def test_a_scalar_that_a_layer_adds_is_still_that_of_micro_batches():
+    class Scalar(layers.Layer):
+        def call(self, inputs):
+            self.add_loss(ops.mean(inputs**2))
+            return inputs
+
+    (message,) = warnings_of(lambda: dense(Scalar(name="balance")), contrastive)
+    assert "['balance']" in message
+    assert "micro_batch_weight" not in message
+    plain, _ = train(lambda: dense(Scalar()), X, Y, loss=contrastive)
+    with pytest.warns(macrobatch.ExactnessWarning, match="add_loss"):
+        model, _ = train(lambda: dense(Scalar()), X, Y, loss=contrastive, cut=CUT)
+    support.assert_same(plain, model)  # since it is a mean
+
+
+def test_arguments():
+    model = dense()
+    with pytest.raises(ValueError, match=r"^micro_batch_weight= says how.*Leave"):
+        macrobatch.accumulate(model, 3, whole_batch_loss=True, micro_batch_weight=lambda *_: 1.0)
+    with pytest.raises(ValueError, match=r"^whole_batch_loss must be True or False"):
+        macrobatch.accumulate(model, 3, whole_batch_loss="yes")
+    assert "train_step" not in vars(model)
+
+
+class Noise(layers.Layer):
+    """Draws with TensorFlow's own generator, or with NumPy's: other numbers each time."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
+    def call(self, inputs):
+        return inputs + self.draw()
+
+
+@pytest.mark.parametrize(
+    ("draw", "mode", "match"),
+    [
+        (lambda: tf.random.normal([5], dtype=tf.float64), "graph", "RandomStandardNormal"),
+        (lambda: tf.random.normal([5], dtype=tf.float64), "eager", "other outputs in the second"),
+        (lambda: tf.random.normal([5], dtype=tf.float64), "compiled", "RandomStandardNormal"),
+        (lambda: np.random.normal(size=5), "graph", "other outputs in the second"),  # noqa: NPY002
+    ],
+)
+def test_what_draws_anew_is_refused_and_nothing_changes(draw, mode, match):
+    model = dense(Noise(draw))
+    model.compile(keras.optimizers.Adam(), contrastive, metrics=["mae"], **MODES[mode])
+    macrobatch.accumulate(model, **CUT)
+    before = model.get_weights()
+    with pytest.raises(ValueError, match=f"runs twice.*{match}"):
+        model.fit(X, Y, batch_size=8, verbose=0)
+    np.testing.assert_equal(before, model.get_weights())
+    assert int(model.optimizer.iterations) == 0
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_predictions_must_have_the_examples_first(mode):
+    inputs = keras.Input([4])
+    model = Temperature(inputs, [layers.Dense(3)(inputs), ops.sum(inputs)])
+    model.compile("sgd", **MODES[mode])
+    macrobatch.accumulate(model, **CUT)
+    with pytest.raises(ValueError, match="must have the examples first"):
+        model.fit(X, Y, batch_size=8, verbose=0)
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager"])
+def test_a_loss_that_fails_changes_nothing(mode):
+    def failing(y_true, y_pred):
+        tf.debugging.assert_less(tf.reduce_max(y_true), tf.constant(2.0, tf.float64))
+        return contrastive(y_true, y_pred)
+
+    y = np.where(np.arange(19)[:, None] == 12, 5.0, Y.clip(-1.9, 1.9))  # in the second batch
+    finals = []
+    for examples in (8, 19):
+        keras.utils.set_random_seed(1)
+        model = dense(layers.Dropout(0.5))
+        model.compile(keras.optimizers.Adam(), failing, metrics=["mae"], **MODES[mode])
+        macrobatch.accumulate(model, **CUT)
+        if examples == 8:
+            model.fit(X[:8], y[:8], batch_size=8, shuffle=False, verbose=0)
+        else:
+            with pytest.raises(tf.errors.InvalidArgumentError):
+                model.fit(X, y, batch_size=8, shuffle=False, verbose=0)
+        finals.append([*map(np.array, support.variables(model))])
+    np.testing.assert_equal(*finals)
+
+
+# Evaluation
+
+
+@pytest.mark.parametrize("mode", ["graph", pytest.param("compiled", marks=thorough)])
+def test_evaluate_sees_the_whole_batch(mode):
+    keras.utils.set_random_seed(1)
+    model = dense(layers.Dropout(0.5))
+    model.compile("sgd", contrastive, metrics=["mae", Ranks()], **MODES[mode])
+    expected = model.evaluate(X, Y, batch_size=8, verbose=0)
+    macrobatch.accumulate(model, **CUT)
+    found = model.evaluate(X, Y, batch_size=8, verbose=0)
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_memory_is_that_of_micro_batches():
+    seen = []
+
+    class Sizes(layers.Layer):
+        def call(self, inputs):
+            tf.py_function(lambda t: seen.append(len(t)), [inputs], [])
+            return inputs
+
+    model = dense(Sizes())
+    model.compile("sgd", contrastive)
+    macrobatch.accumulate(model, **CUT).fit(X[:8], Y[:8], batch_size=8, verbose=0)
+    assert seen == [3, 3, 2] * 2  # two passes
+    seen.clear()
+    model.evaluate(X[:8], Y[:8], batch_size=8, verbose=0)
+    assert seen == [3, 3, 2]
+
+
+# Sequences by length
+
+
+def pooled():
+    """Sentences as vectors: what is padded does not count."""
+    tokens = keras.Input([None], dtype="int32")
+    hidden = layers.Embedding(9, 4, mask_zero=True)(tokens)
+    hidden = layers.GlobalAveragePooling1D()(layers.Dense(4, "tanh")(hidden))
+    return keras.Model(tokens, layers.Dense(3)(hidden))
+
+
+def tags_and_vector():
+    """A prediction for each token, whose padding is restored, and one for each example."""
+    tokens = keras.Input([None], dtype="int32")
+    hidden = layers.Dense(4, "tanh")(layers.Embedding(9, 4, mask_zero=True)(tokens))
+    vector = layers.Dense(3, name="vector")(layers.GlobalAveragePooling1D()(hidden))
+    return keras.Model(
+        tokens,
+        {"tags": layers.Dense(5, name="tags")(hidden), "vector": vector},
+    )
+
+
+SIZE, TOKENS_OF_MICRO_BATCH = {"micro_batch_size": 3}, {"micro_batch_tokens": 12}
+
+
+@pytest.mark.parametrize(
+    ("outputs", "cut", "mode"),
+    [
+        pytest.param(outputs, cut, mode, marks=[] if (mode, cut) in quick else [thorough])
+        for outputs, quick in [
+            ("vector", [("eager", SIZE)]),
+            ("tags and vector", [("graph", SIZE)]),
+        ]
+        for cut in (SIZE, TOKENS_OF_MICRO_BATCH)
+        for mode in MODES
+    ],
+)
+def test_sequences_by_length(outputs, cut, mode):
+    build, y, loss = pooled, Y, contrastive
+    if outputs != "vector":
+        build, y = tags_and_vector, {"tags": TOKENS % 5, "vector": Y}
+        loss = {"tags": crossentropy(), "vector": contrastive}
+    options = {"loss": loss, **MODES[mode]}
+    reference, history = train(build, TOKENS, y, epochs=1, loss=loss)
+    cut = {**cut, "sequence_axis": 1, "whole_batch_loss": True}
+    model, other = train(build, TOKENS, y, cut=cut, epochs=1, **options)
+    support.assert_same(reference, model)
+    assert_same_history(history, other)
+
+
+def test_padding_that_counts_is_refused():
+    model = keras.Sequential(
+        [keras.Input([None], dtype="int32"), layers.Embedding(9, 3), layers.GlobalMaxPooling1D()]
+    )
+    model.compile("sgd", contrastive)
+    macrobatch.accumulate(model, 3, sequence_axis=1, whole_batch_loss=True)
+    with pytest.raises(ValueError, match="depends on padding"):
+        model.fit(TOKENS, Y, batch_size=8, verbose=0)
