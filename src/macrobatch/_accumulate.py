@@ -131,5 +131,6 @@ def settings_of(model: Any) -> Optional[Dict[str, Any]]:
         "sequence_axis": cut.axis,
         "lengths": cut.lengths,
         "micro_batch_weight": accumulation.micro_batch_weight,
+        "whole_batch_loss": True if isinstance(accumulation, WholeBatchAccumulation) else None,
     }
     return {name: value for name, value in settings.items() if value is not None}

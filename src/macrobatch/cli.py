@@ -68,6 +68,9 @@ def _add_verify(commands: Any) -> argparse.ArgumentParser:
     }
     for name, text in sizes.items():
         verify.add_argument(name, type=int, metavar="N", help=text)
+    verify.add_argument(
+        "--whole-batch-loss", action="store_true", help="as accumulate(..., whole_batch_loss=True)"
+    )
     verify.add_argument("--json", action="store_true", help="print the report as JSON")
     verify.add_argument("target", nargs=argparse.REMAINDER, help="what to verify")
     return verify
@@ -76,9 +79,9 @@ def _add_verify(commands: Any) -> argparse.ArgumentParser:
 def _verify(parser: argparse.ArgumentParser, options: Any) -> int:
     if not options.target:
         parser.error("a script.py, or module:function, must follow the options. Received: none.")
-    names = ("micro_batch_size", "micro_batch_tokens", "sequence_axis")
+    names = ("micro_batch_size", "micro_batch_tokens", "sequence_axis", "whole_batch_loss")
     settings = {name: getattr(options, name) for name in names}
-    given = {name: value for name, value in settings.items() if value is not None}
+    given = {name: v for name, v in settings.items() if v is not None and v is not False}
     return verification.run(options.target, given, options.json)
 
 

@@ -105,7 +105,26 @@ def test_inexact_models(name):
 
 def test_a_weight_that_repairs_a_loss_is_found():
     report = verified(compiled(models.OwnLoss("tokens")), (X, models.OWN))
-    assert "lambda x, y, sample_weight: keras.ops.count_nonzero(y)" in report.causes[0].advice
+    weight = "micro_batch_weight=lambda x, y, sample_weight: keras.ops.count_nonzero(y)"
+    assert f"Pass {weight}, or whole_batch_loss=True." in report.causes[0].advice
+
+
+@pytest.mark.parametrize("name", ["contrastive", "dice"])
+def test_whole_batch_loss_as_the_way_out(name):
+    model, batch = INEXACT[name][0]()
+    report = verified(model, batch)
+    assert "Pass whole_batch_loss=True. With it the update is exact" in report.causes[0].advice
+    macrobatch.accumulate(model, **SIZE, whole_batch_loss=True)
+    report = macrobatch.verify(model, *batch)
+    assert report.exact is True
+    assert report.settings == {**SIZE, "whole_batch_loss": True}
+
+
+def test_whole_batch_loss_is_no_way_out_of_a_layer():
+    settings = {**SIZE, "whole_batch_loss": True}
+    report = verified(mlp(models.Balanced(name="balanced")), (X, Y), settings)
+    assert report.exact is False
+    assert [(c.kind, c.names) for c in report.causes] == [("scalar_loss", ("balanced",))]
 
 
 def pooled_text(**options):

@@ -298,4 +298,9 @@ EXACT = {
         ),
         (X[:, :, None], Y),
     ),
+    "contrastive-of-the-whole-batch": lambda: (
+        mlp(layers.Dense(3), layers.Dropout(0.2), loss=contrastive),
+        (X, Y),
+        {**SIZE, "whole_batch_loss": True},
+    ),
 }  # fmt: skip

@@ -118,6 +118,8 @@ class Inquiry:
         wrong = [term for term in terms if term.differs]
         if layers:
             wrong = [term for term in terms if term.name in (*met.losses, *met.layers)]
+        if self._settings.get("whole_batch_loss"):  # Then only what layers add is by micro-batch.
+            wrong = [term for term in wrong if term.is_added]
         scalars = _names(term for term in wrong if term.is_scalar)
         others = _names(term for term in wrong if not term.is_scalar)
         causes = [messages.losses_meet(others, self._repair(context, []))] if others else []
@@ -125,15 +127,22 @@ class Inquiry:
         return layers, causes
 
     def _repair(self, context: Context, scalars: List[str]) -> str:
-        """What makes it exact, tried: a weight of micro-batches for scalars."""
-        if self._settings.get("micro_batch_weight") is not None:
+        """What makes it exact, tried: a weight of micro-batches for scalars, or two passes."""
+        if self._settings.keys() & {"micro_batch_weight", "whole_batch_loss"}:
             return ""
+        found = []
         for code, weight in candidates(self._runs.subject.batch).items() if scalars else ():
-            if self._is_right(context, weight):
-                settings = {**self._settings, "micro_batch_weight": weight}
-                if self._compared(settings, context).of_gradients <= self._tolerance:
-                    return messages.repair_by_weight(code)
-        return ""
+            if self._is_right(context, weight) and self._helps(context, micro_batch_weight=weight):
+                found.append(messages.weight(code))
+                break
+        if self._helps(context, whole_batch_loss=True):
+            found.append(messages.WHOLE_BATCH_LOSS)
+        return messages.repair(found)
+
+    def _helps(self, context: Context, **setting: Any) -> bool:
+        """Whether the update is exact with one more setting."""
+        settings = {**self._settings, **setting}
+        return self._compared(settings, context).of_gradients <= self._tolerance
 
     def _is_right(self, context: Context, weight: Any) -> bool:
         """Whether, with this weight, micro-batches come to the value of the batch."""

@@ -28,7 +28,7 @@ def layers_meet(names: Sequence[str]) -> Cause:
         tuple(names),
         "What these layers make of an example depends on the other examples of its micro-batch.",
         "Use layers that work by example. If a layer compares examples for the sake of the loss, "
-        "move that into the loss, which can see the whole batch.",
+        f"move that into the loss, which can see the whole batch: {WHOLE_BATCH_LOSS}.",
         "update",
     )
 
@@ -39,7 +39,7 @@ def losses_meet(names: Sequence[str], repair: str) -> Cause:
         "examples_meet",
         tuple(names),
         "The loss of an example depends on the other examples of its micro-batch.",
-        repair or "Compute the loss on the predictions of the whole batch.",
+        repair or f"Compute the loss on the predictions of the whole batch: {WHOLE_BATCH_LOSS}.",
         "update",
     )
 
@@ -53,17 +53,25 @@ def scalar_loss(names: Sequence[str], repair: str) -> Cause:
         "none: the micro-batches together come to another value than the batch.",
         repair
         or "Return one value per example, or pass micro_batch_weight=, a function that returns "
-        "what the loss is a mean over.",
+        f"what the loss is a mean over. A loss of predictions can see all of them: "
+        f"{WHOLE_BATCH_LOSS}. A scalar that a layer adds cannot.",
         "update",
     )
 
 
-def repair_by_weight(code: str) -> str:
-    """What to do where a weight of micro-batches makes it exact."""
-    return (
-        f"Pass micro_batch_weight=lambda x, y, sample_weight: {code}. With it the update is exact "
-        "here, which was tried."
-    )
+WHOLE_BATCH_LOSS = "whole_batch_loss=True"
+
+
+def weight(code: str) -> str:
+    """The argument that gives micro-batches a weight."""
+    return f"micro_batch_weight=lambda x, y, sample_weight: {code}"
+
+
+def repair(found: Sequence[str]) -> str:
+    """What to do where one of some arguments makes it exact; empty if none does."""
+    if not found:
+        return ""
+    return f"Pass {', or '.join(found)}. With it the update is exact here, which was tried."
 
 
 def padding(refusal: str, works_without: bool) -> Cause:

@@ -38,6 +38,7 @@ def verify(
     sequence_axis: Optional[int] = None,
     lengths: Optional[Callable[[Any, Any, Any], Any]] = None,
     micro_batch_weight: Optional[Callable[[Any, Any, Any], Any]] = None,
+    whole_batch_loss: bool = False,
     updates: Optional[int] = None,
 ) -> Report:
     """Compares the accumulated update with that of the whole batch, and explains a difference.
@@ -61,6 +62,7 @@ def verify(
         sequence_axis: as in `accumulate`.
         lengths: as in `accumulate`.
         micro_batch_weight: as in `accumulate`.
+        whole_batch_loss: as in `accumulate`.
         updates: how many updates the training will have, epochs times steps per epoch. With it, a
             learning rate schedule that seems to count micro-batches is noticed.
 
@@ -89,6 +91,7 @@ def verify(
         "sequence_axis": sequence_axis,
         "lengths": lengths,
         "micro_batch_weight": micro_batch_weight,
+        "whole_batch_loss": whole_batch_loss or None,
     }
     checks.keras_model(model)
     _check(model)
@@ -224,8 +227,9 @@ class _Verification:
             if "sequence_axis" not in self._settings or not _is_of_padding(error):
                 raise
             refused = error
-        weight = self._settings.get("micro_batch_weight")
-        self._settings_used = {"micro_batch_size": self._size(), "micro_batch_weight": weight}
+        kept = ("micro_batch_weight", "whole_batch_loss")
+        others = {name: value for name, value in self._settings.items() if name in kept}
+        self._settings_used = {"micro_batch_size": self._size(), **others}
         distance = runs.distance(runs.accumulated(self._settings_used), whole)
         is_exact = distance.largest <= TOLERANCES.get(runs.subject.dtype, COARSE)
         self._refusal = messages.padding(str(refused), is_exact)
