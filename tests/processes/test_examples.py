@@ -63,7 +63,7 @@ def blocks_of(page):
     return blocks
 
 
-@pytest.mark.parametrize("page", ["docs/custom-loops.md", "docs/scaling.md"])
+@pytest.mark.parametrize("page", ["docs/custom-loops.md", "docs/scaling.md", "docs/verify.md"])
 def test_code_in_the_documentation(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks_of(page)))
