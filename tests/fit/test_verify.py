@@ -13,6 +13,7 @@ from support import thorough
 from verify_models import EXACT, SIZE, X, Y, compiled, mlp
 
 import macrobatch
+from macrobatch._verify.compare import Runs
 
 
 def verified(model, batch, settings=None, **options):
@@ -359,6 +360,46 @@ def test_what_cannot_be_verified():
         verified(None, (X, Y))
 
 
+def test_a_batch_of_one_micro_batch_shows_little():
+    report = macrobatch.verify(mlp(), X, Y, micro_batch_size=20)
+    assert report.exact is True
+    assert "one micro-batch takes the whole batch" in report.notes[0]
+
+
+class Changed(keras.Model):
+    """Takes no arguments, and is changed after it was made."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.power = layers.Dense(1), 1
+
+    def call(self, inputs):
+        return self.head(inputs)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return ops.mean(ops.square(y - y_pred)) ** self.power
+
+
+def test_a_copy_that_is_another_model_is_not_used():
+    model = compiled(Changed())
+    model(X)
+    assert verified(model, (X, Y)).notes == []
+    model.power = 2
+    report = verified(model, (X, Y))
+    assert "has another loss" in report.notes[0]
+    assert report.exact is False
+
+
+def double(inputs):
+    return 2.0 * inputs
+
+
+def test_functions_of_the_user_are_copied():
+    report = verified(models.sequential(layers.Dense(1, activation=double)), (X, Y))
+    assert report.exact is True
+    assert report.notes == []
+
+
 # The report
 
 
@@ -396,3 +437,43 @@ def test_an_optimizer_that_cannot_be_copied():
     report = verified(mlp(optimizer=Own(0.1)), (X, Y))
     assert report.exact is True
     assert "The optimizer cannot be copied" in report.notes[0]
+
+
+def test_the_optimizer_goes_on_from_where_it_is():
+    """The step is that of the user's next update: Adam's, with the moments it has."""
+    model = mlp(optimizer=keras.optimizers.Adam(0.1))
+    model.fit(X, Y, batch_size=14, epochs=3, verbose=0)
+    seen = []
+    plain = Runs.distance
+
+    def distance(self, one, other):
+        seen.append(other.weights)
+        return plain(self, one, other)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Runs, "distance", distance)
+        assert verified(model, (X, Y)).exact is True
+    model.train_on_batch(X, Y)
+    for variable in model.trainable_variables:
+        np.testing.assert_allclose(seen[0][variable.path], np.array(variable), rtol=1e-12)
+
+
+def test_an_optimizer_that_makes_much_of_rounding():
+    """Lion steps by the sign, also of a gradient that is 0 but for rounding."""
+    model, batch = EXACT["softmax-bias"]()
+    report = verified(compiled(model, optimizer=keras.optimizers.Lion(1e-3)), batch)
+    assert report.exact is True, str(report)
+
+
+class Unused(layers.Layer):
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=[3], name="unused")
+
+    def call(self, inputs):
+        return inputs
+
+
+def test_a_variable_without_gradient_has_none():
+    report = verified(mlp(Unused(), name="model"), (X, Y))
+    assert report.exact is True
+    assert report.differences["model/unused/unused"].largest == 0.0

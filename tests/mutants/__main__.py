@@ -19,12 +19,20 @@ import fit
 import loops
 import replicas
 import sequences
+import verify
 import windows
 from mutant import Mutant
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
-ALL = [*fit.MUTANTS, *loops.MUTANTS, *windows.MUTANTS, *replicas.MUTANTS, *sequences.MUTANTS]
+ALL = [
+    *fit.MUTANTS,
+    *loops.MUTANTS,
+    *windows.MUTANTS,
+    *replicas.MUTANTS,
+    *sequences.MUTANTS,
+    *verify.MUTANTS,
+]
 TIMEOUT = 300  # replicas that disagree may wait for each other for ever
 
 

@@ -4,6 +4,7 @@ another model of the same layers, whose variables are put back.
 
 import contextlib
 import inspect
+import re
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 import keras
@@ -64,7 +65,7 @@ def copied(model: Any, batch: Batch) -> Subject:
             clone = _clone(model)
             if not all(layer.built for layer in _internals.layers_of(clone)):
                 _internals.predictions(clone, wide[0], False)
-            is_built = all(layer.built for layer in _internals.layers_of(model))
+            is_built = model.built
             paths = _give_weights(model, clone) if is_built else {}
             notes = _compile(model, clone, _internals_verify.in_float64)
             found = _results(clone, wide) if is_built else []
@@ -73,13 +74,13 @@ def copied(model: Any, batch: Batch) -> Subject:
     except CannotCopy:
         raise
     except Exception as error:  # whatever the user's classes do when they are made anew
-        raise CannotCopy(_in_short(error)) from error
+        raise CannotCopy(in_short(error)) from error
     return Subject(clone, wide, "float64", in_float64, paths, notes)
 
 
 def itself(model: Any, batch: Batch, why: str) -> Subject:
     """Another model of the same layers and variables."""
-    if not all(layer.built for layer in _internals.layers_of(model)):
+    if not model.built:
         raise ValueError(
             f"The model {model.name!r} has no weights yet, and cannot be copied ({why}). Build it "
             "first: call it on a batch, model(x)."
@@ -115,8 +116,10 @@ def _is_installed(method: Any) -> bool:
     return isinstance(getattr(method, "__self__", None), install.Accumulation)
 
 
-def _in_short(error: BaseException) -> str:
-    text = f"{type(error).__name__}: {' '.join(str(error).split())}"
+def in_short(error: BaseException) -> str:
+    """The kind of an error and its text, in one line."""
+    plain = re.sub("\x1b\\[[0-9;]*m", "", str(error))  # Keras prints some of it bold
+    text = f"{type(error).__name__}: {' '.join(plain.split())}"
     return text if len(text) <= 160 else text[:160] + "..."
 
 
@@ -125,8 +128,12 @@ def _in_short(error: BaseException) -> str:
 
 def _clone(model: Any) -> Any:
     """A model like another one, whose layers are made anew, in float64."""
-    kinds = {type(layer).__name__: type(layer) for layer in _internals.layers_of(model)}
-    with keras.utils.custom_object_scope(kinds):
+    layers = _internals.layers_of(model)
+    objects: Dict[str, Any] = {type(layer).__name__: type(layer) for layer in layers}
+    # Functions of the user's, such as activations, are in configs by name.
+    attributes = [value for layer in layers for value in vars(layer).values()]
+    objects.update({v.__name__: v for v in attributes if inspect.isfunction(v)})
+    with keras.utils.custom_object_scope(objects):
         clone = None
         if getattr(model, "inputs", None):
             clone = _clone_of_graph(model)
@@ -288,7 +295,7 @@ def _optimizer_like(optimizer: Any, model: Any) -> Tuple[Any, Tuple[str, ...]]:
     except Exception as error:
         made = keras.optimizers.SGD(1.0)
         note = (
-            f"The optimizer cannot be copied ({_in_short(error)}). Gradients are compared, and "
+            f"The optimizer cannot be copied ({in_short(error)}). Gradients are compared, and "
             "updates of SGD in its place."
         )
         made.build(model.trainable_variables)

@@ -174,6 +174,11 @@ class _Verification:
         )
         found = Inquiry(runs, self._settings_used, compared.whole, distance, look).found()
         count = math.ceil(self._examples / look.size) if "micro_batch_size" in self._settings else 1
+        if self._examples <= self._size():
+            self._notes.append(
+                "This shows little: one micro-batch takes the whole batch. Choose a larger batch, "
+                "or a smaller micro-batch."
+            )
         hints = causes.of_schedule(self._model.optimizer, self._updates, count)
         own = self._precision(compared, found)
         refusals = [] if self._refusal is None else [self._refusal]
@@ -199,11 +204,13 @@ class _Verification:
         except (subject.CannotCopy, *_FAILURES) as error:
             if isinstance(error, _NotFinite):
                 raise
-            made = subject.itself(self._model, self._batch, str(error))
+            is_known = isinstance(error, subject.CannotCopy)
+            reason = str(error) if is_known else subject.in_short(error)
+            made = subject.itself(self._model, self._batch, reason)
             tolerance = TOLERANCES.get(made.dtype, COARSE)
             self._notes.append(
                 f"Compared on the model itself, in {made.dtype}, because it cannot be copied "
-                f"({error}). Differences below {tolerance:.0e} cannot be told from rounding."
+                f"({reason}). Differences below {tolerance:.0e} cannot be told from rounding."
             )
             runs, whole = self._whole(made)
         self._notes += made.notes
