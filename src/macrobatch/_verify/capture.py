@@ -13,6 +13,8 @@ import runpy
 import sys
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional
 
+from macrobatch._verify.report import one_line
+
 
 class Captured(NamedTuple):
     """A model and its data.
@@ -143,8 +145,3 @@ def _of_function(module: str, function: str) -> Captured:
     if len(batch) == 1 and isinstance(batch[0], tuple):
         batch = list(batch[0])
     return Captured(model, *batch)
-
-
-def one_line(error: BaseException) -> str:
-    """The kind of an error and its text, in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"

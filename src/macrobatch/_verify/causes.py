@@ -1,13 +1,15 @@
 """Why an update differs: each cause is tried by itself, with the ones found before put aside."""
 
 import contextlib
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+import functools
+from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import tensorflow as tf
 from keras import ops
 
 from macrobatch import _internals
 from macrobatch._keras.report import trackers_of
+from macrobatch._keras.tried import Causes
 from macrobatch._types import Tensor
 from macrobatch._verify import messages
 from macrobatch._verify.compare import COARSE, TOLERANCES, Context, Distance, Outcome, Runs
@@ -78,8 +80,7 @@ class Inquiry:
 
     def _causes(self) -> List[Cause]:
         """What changes the update, one cause at a time."""
-        with self._runs.running():
-            normalizing, _ = self._look.normalizing()
+        normalizing = self._seen(self._look.normalizing) or []
         rest = self._distance
         context: Context = contextlib.nullcontext
         found: List[Cause] = []
@@ -109,8 +110,8 @@ class Inquiry:
 
     def _meeting(self, context: Context) -> Tuple[List[str], List[Cause]]:
         """The layers, and the losses, of which micro-batches come to something else."""
-        with self._runs.running(context):
-            met, terms = self._look.meeting(), self._look.terms()
+        met = self._seen(self._look.meeting, context) or Causes([], [])
+        terms: List[Term] = self._seen(self._look.terms, context) or []
         added = {term.name for term in terms if term.is_added}
         layers = [name for name in met.layers if name not in added]
         # Behind a layer in which examples meet, every value differs. Then losses count only if
@@ -146,11 +147,17 @@ class Inquiry:
 
     def _is_right(self, context: Context, weight: Any) -> bool:
         """Whether, with this weight, micro-batches come to the value of the batch."""
-        try:
-            with self._runs.running(context):
-                return not any(term.differs for term in self._look.terms(weight))
-        except ValueError:  # negative numbers, for one
-            return False
+        # A weight may be refused: negative numbers, for one.
+        terms = self._seen(functools.partial(self._look.terms, weight), context)
+        return bool(terms) and not any(term.differs for term in terms)
+
+    def _seen(self, look: Callable[[], Any], context: Context = contextlib.nullcontext) -> Any:
+        """What a look into the model shows; None if the model runs in graphs only."""
+        with self._runs.running(context):
+            try:
+                return look()
+            except Exception:  # The verdict is known: without a look, its cause is not.
+                return None
 
     def _metrics(self, distance: Distance, without_losses: bool = False) -> List[Cause]:
         tolerance = max(self._tolerance, OF_LOGS)
@@ -160,8 +167,7 @@ class Inquiry:
             names = [name for name in names if name not in of_losses]
         if not names:
             return []
-        with self._runs.running():
-            by_the_step = self._look.metrics_of_the_step()
+        by_the_step = self._seen(self._look.metrics_of_the_step) or []
         own = [name for name in names if name in by_the_step]
         others = [name for name in names if name not in by_the_step]
         causes = [messages.metrics(own, True)] if own else []

@@ -4,7 +4,8 @@ import contextlib
 import sys
 from typing import Any, Dict, List, Optional
 
-from macrobatch._verify.capture import CannotCapture, Captured, captured, one_line
+from macrobatch._verify.capture import CannotCapture, Captured, captured
+from macrobatch._verify.report import one_line
 
 # Exit codes, by the verdict.
 CODES = {True: 0, False: 1, None: 2}
@@ -39,7 +40,7 @@ def _report(found: Captured, settings: Dict[str, Any]) -> Any:
     # TensorFlow is imported here, and not before the script has.
     from macrobatch._accumulate import settings_of
     from macrobatch._fit import checks
-    from macrobatch._verify import verify
+    from macrobatch._verify import data, verify
 
     checks.keras_model(found.model)
     if not settings and not settings_of(found.model):
@@ -47,12 +48,12 @@ def _report(found: Captured, settings: Dict[str, Any]) -> Any:
             f"The model {found.model.name!r} is not accumulated, so the size of micro-batches is "
             "not known. Pass --micro-batch-size N."
         )
-    data = found.x, found.y, found.sample_weight
+    given = found.x, found.y, found.sample_weight
     if found.options is None:
-        return verify.verify(found.model, *data, **settings)
+        return verify.verify(found.model, *given, **settings)
     updates: Optional[int] = None
-    steps = found.steps or verify.steps_of(*data, **found.options)
+    steps = found.steps or data.steps_of(*given, **found.options)
     if steps and found.epochs:
         updates = steps * found.epochs
-    batch = verify.first_batch(*data, **found.options)
+    batch = data.first_batch(*given, **found.options)
     return verify.verify(found.model, *batch, **settings, updates=updates)

@@ -13,9 +13,10 @@ import tensorflow as tf
 from macrobatch._accumulate import accumulate, release
 from macrobatch._keras.scope import is_seed, without
 from macrobatch._tensorflow import sums
+from macrobatch._verify.compiled import value_of
 from macrobatch._verify.replay import Replay
 from macrobatch._verify.report import Difference
-from macrobatch._verify.subject import Subject, value_of
+from macrobatch._verify.subject import Subject
 from macrobatch._verify.unchanged import Values, variables_of
 
 # What rounding may bring, over the size of a gradient or the length of a step.

@@ -2,7 +2,7 @@
 metrics make of the batch, whole and in micro-batches.
 """
 
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional
 
 import keras
 import numpy as np
@@ -59,11 +59,8 @@ class Look:
         cut: MicroBatches = InOrder(self._batch, self.examples, self.size, ENGINE)
         return [cut.get(run, i) for run in cut.runs for i in range(int(run.count))]
 
-    def normalizing(self) -> Tuple[List[str], List[str]]:
-        """The BatchNormalization layers whose statistics are those of a micro-batch.
-
-        And those of which the moving statistics change once per micro-batch.
-        """
+    def normalizing(self) -> List[str]:
+        """The BatchNormalization layers that normalise by other statistics in micro-batches."""
         step = self._step(self._weight)
         outcomes = [self._outcome(step, each) for each in [self._batch, *self.micro_batches()]]
         found = list(step.written.decaying)
@@ -71,7 +68,7 @@ class Look:
             whole, *others = [outcome.moments[place] for outcome in outcomes]
             if any(self._differ(_flat(whole), _flat(other)) for other in others):
                 found.append(layer)
-        return names(found), names(step.written.decaying)
+        return names(found)
 
     def terms(self, weight: Optional[Callable[..., Any]] = None) -> List[Term]:
         """The terms of the loss, with another weight of micro-batches if there is one."""

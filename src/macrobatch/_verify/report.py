@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import textwrap
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -112,11 +113,18 @@ class Report:
 def _cause(cause: Cause) -> str:
     title = cause.kind.replace("_", " ")
     of = f" ({some(cause.names)})" if cause.names else ""
-    affects = "a hint" if cause.affects == "nothing" else f"affects the {cause.affects}"
-    if cause.affects == "rounding":
-        affects = "affects rounding only"
+    affects = {"nothing": "good to know", "rounding": "affects rounding only"}.get(
+        cause.affects, f"affects the {cause.affects}"
+    )
     body = _wrapped(f"{cause.explanation} What to do: {cause.advice}")
     return f"{title}{of}: {affects}\n{textwrap.indent(body, '   ')}"
+
+
+def one_line(error: BaseException, limit: int = 1000) -> str:
+    """The kind of an error and its text, in one line."""
+    plain = re.sub("\x1b\\[[0-9;]*m", "", str(error))  # Keras prints some of it bold
+    text = f"{type(error).__name__}: {' '.join(plain.split())}"
+    return text if len(text) <= limit else text[:limit] + "..."
 
 
 def some(names: Sequence[str]) -> str:

@@ -4,7 +4,6 @@ another model of the same layers, whose variables are put back.
 
 import contextlib
 import inspect
-import re
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 import keras
@@ -16,7 +15,10 @@ from macrobatch import _internals, _internals_verify
 from macrobatch._fit import install
 from macrobatch._keras.scope import Scope
 from macrobatch._types import Batch
+from macrobatch._verify import compiled
+from macrobatch._verify.compiled import SHORT, value_of
 from macrobatch._verify.replay import Replay
+from macrobatch._verify.report import one_line
 from macrobatch._verify.unchanged import in_float64
 
 # Two forward passes, one of them in float32, are the same model's if they differ by less.
@@ -67,14 +69,14 @@ def copied(model: Any, batch: Batch) -> Subject:
                 _internals.predictions(clone, wide[0], False)
             is_built = model.built
             paths = _give_weights(model, clone) if is_built else {}
-            notes = _compile(model, clone, _internals_verify.in_float64)
+            notes = compiled.alike(model, clone, _internals_verify.in_float64)
             found = _results(clone, wide) if is_built else []
         if is_built:
             _check_faithful(found, _results(_twin(model)[0], batch), narrowest(model))
     except CannotCopy:
         raise
     except Exception as error:  # whatever the user's classes do when they are made anew
-        raise CannotCopy(in_short(error)) from error
+        raise CannotCopy(one_line(error, SHORT)) from error
     return Subject(clone, wide, "float64", in_float64, paths, notes)
 
 
@@ -102,7 +104,7 @@ def _twin(model: Any) -> Tuple[Any, Tuple[str, ...]]:
             del vars(other)[name]
     # A compile of the user's own has made more than the arguments of Keras' compile tell.
     is_own = type(model).compile is not keras.Model.compile
-    return other, (_own_compile if is_own else _compile)(model, other)
+    return other, (compiled.by_own_compile if is_own else compiled.alike)(model, other)
 
 
 def narrowest(model: Any) -> str:
@@ -114,13 +116,6 @@ def narrowest(model: Any) -> str:
 
 def _is_installed(method: Any) -> bool:
     return isinstance(getattr(method, "__self__", None), install.Accumulation)
-
-
-def in_short(error: BaseException) -> str:
-    """The kind of an error and its text, in one line."""
-    plain = re.sub("\x1b\\[[0-9;]*m", "", str(error))  # Keras prints some of it bold
-    text = f"{type(error).__name__}: {' '.join(plain.split())}"
-    return text if len(text) <= 160 else text[:160] + "..."
 
 
 # Copies
@@ -224,11 +219,6 @@ def _give_weights(model: Any, clone: Any) -> Dict[int, str]:
     return {id(other): v.path for v, other in zip(model.variables, clone.variables)}
 
 
-def value_of(variable: Any) -> Any:
-    """The value of a variable, as an array."""
-    return _internals.raw_value(variable).numpy()
-
-
 def _results(model: Any, batch: Batch) -> List[Any]:
     """The predictions of a model and its loss, outside of training, and with nothing written."""
     x, y, sample_weight = batch
@@ -245,63 +235,3 @@ def _check_faithful(found: List[Any], expected: List[Any], dtype: str) -> None:
         size = np.abs(other).max(initial=0.0) + 1e-3
         if one.shape != other.shape or not np.abs(one - other).max(initial=0.0) <= limit * size:
             raise CannotCopy("a copy of the model predicts something else, or has another loss")
-
-
-# Compiling
-
-
-def _compile(
-    model: Any, other: Any, loss: Callable[[Any], Any] = lambda loss: loss
-) -> Tuple[str, ...]:
-    """Compiles a model as another one is, with copies of its optimizer and metrics."""
-    arguments = _internals_verify.compile_arguments(model)
-    arguments["jit_compile"] = False  # XLA would compile the same arithmetic, for minutes
-    arguments["steps_per_execution"] = 1
-    arguments["loss"] = _mapped(arguments["loss"], keras.losses.Loss, loss)
-    for name in ("metrics", "weighted_metrics"):
-        arguments[name] = _mapped(arguments[name], keras.metrics.Metric, _made_anew)
-    arguments["optimizer"], notes = _optimizer_like(model.optimizer, other)
-    # Keras wraps an optimizer in a loss scale, which the copy already is.
-    keras.Model.compile(other, **arguments, auto_scale_loss=False)
-    return notes
-
-
-def _own_compile(model: Any, other: Any) -> Tuple[str, ...]:
-    optimizer, notes = _optimizer_like(model.optimizer, other) if model.optimizer else (None, ())
-    vars(other).update(optimizer=optimizer, train_function=None, test_function=None)
-    vars(other)["_jit_compile"] = False
-    return notes
-
-
-def _mapped(nest: Any, kind: Any, function: Callable[[Any], Any]) -> Any:
-    if isinstance(nest, dict):
-        return {key: _mapped(each, kind, function) for key, each in nest.items()}
-    if isinstance(nest, (list, tuple)):
-        return [_mapped(each, kind, function) for each in nest]
-    return function(nest) if isinstance(nest, kind) else nest
-
-
-def _made_anew(metric: Any) -> Any:
-    try:
-        return type(metric).from_config(metric.get_config())
-    except Exception:  # a metric of the user's that has no config is shared, and put back
-        return metric
-
-
-def _optimizer_like(optimizer: Any, model: Any) -> Tuple[Any, Tuple[str, ...]]:
-    """A copy of an optimizer, with its variables, for the variables of a model."""
-    try:
-        made = type(optimizer).from_config(optimizer.get_config())
-    except Exception as error:
-        made = keras.optimizers.SGD(1.0)
-        note = (
-            f"The optimizer cannot be copied ({in_short(error)}). Gradients are compared, and "
-            "updates of SGD in its place."
-        )
-        made.build(model.trainable_variables)
-        return made, (note,)
-    made.build(model.trainable_variables)
-    if optimizer.built:
-        for variable, other in zip(optimizer.variables, made.variables):
-            other.assign(tf.cast(value_of(variable), other.dtype))
-    return made, ()

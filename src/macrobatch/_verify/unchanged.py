@@ -7,6 +7,7 @@ from typing import Any, Iterator, List
 import keras
 import numpy as np
 import tensorflow as tf
+from keras import tree
 
 from macrobatch import _internals, _internals_verify
 from macrobatch._keras import model as models
@@ -62,5 +63,13 @@ def variables_of(model: Any) -> List[Variable]:
     optimizers = [
         each for each in vars(model).values() if isinstance(each, keras.optimizers.Optimizer)
     ]
-    of_optimizers = [variable for each in optimizers for variable in each.variables]
-    return [*models.variables_of(model), *models.all_variables(model), *of_optimizers]
+    # Metrics that were given to compile count as those of the model once it has trained.
+    given = _internals_verify.compile_arguments(model)
+    metrics = [
+        each
+        for name in ("metrics", "weighted_metrics")
+        for each in tree.flatten(given[name])
+        if isinstance(each, keras.metrics.Metric)
+    ]
+    others = [variable for each in (*optimizers, *metrics) for variable in each.variables]
+    return [*models.variables_of(model), *models.all_variables(model), *others]

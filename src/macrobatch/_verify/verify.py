@@ -7,10 +7,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from macrobatch import _internals, _internals_verify
+from macrobatch import _internals
 from macrobatch._accumulate import settings_of
 from macrobatch._batches import checks as batch_checks
-from macrobatch._batches import in_order
 from macrobatch._fit import checks
 from macrobatch._keras import probes
 from macrobatch._tensorflow.engine import ENGINE
@@ -18,8 +17,10 @@ from macrobatch._types import Batch
 from macrobatch._verify import causes, messages, subject
 from macrobatch._verify.causes import Found, Inquiry
 from macrobatch._verify.compare import COARSE, TOLERANCES, Distance, Outcome, Runs
+from macrobatch._verify.compiled import SHORT
+from macrobatch._verify.data import first_batch
 from macrobatch._verify.look import Look
-from macrobatch._verify.report import Cause, Report
+from macrobatch._verify.report import Cause, Report, one_line
 from macrobatch._verify.subject import FLOATS, Subject
 from macrobatch._verify.unchanged import unchanged
 
@@ -106,8 +107,15 @@ def verify(
     )
     probes.probe()
     batch = first_batch(x, y, sample_weight)
-    with unchanged(model):
-        return _Verification(model, batch, settings, updates).report()
+    try:
+        with unchanged(model):
+            return _Verification(model, batch, settings, updates).report()
+    except tf.errors.ResourceExhaustedError as error:
+        raise ValueError(
+            "The whole batch must fit into memory, since it is what is compared with. Received: a "
+            f"batch of {int(ENGINE.examples(batch))} examples, which does not. Pass fewer of them, "
+            "of several micro-batches."
+        ) from error
 
 
 def _check(model: Any) -> None:
@@ -121,27 +129,6 @@ def _check(model: Any) -> None:
             "verify compares on one device. Received: a call in the scope of a strategy. Call it "
             "outside of strategy.scope()."
         )
-
-
-def first_batch(x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> Batch:
-    """The first batch as `fit` would have it: x, y and sample_weight, as tensors."""
-    if not options:
-        leaves = [leaf for leaf in tf.nest.flatten(x) if hasattr(leaf, "shape")]
-        # Arrays are one batch, and all of it.
-        sizes = [leaf.shape[0] for leaf in leaves if len(leaf.shape)]
-        options = {"batch_size": int(sizes[0])} if sizes else {}
-    data = _internals_verify.data_of_fit(x, y=y, sample_weight=sample_weight, **options)
-    found = next(iter(data.get_tf_dataset()), None)
-    if found is None:
-        raise ValueError("There must be a batch to verify with. Received: data without any.")
-    batch = keras.utils.unpack_x_y_sample_weight(found)
-    return in_order.checked(batch, ENGINE)[0]
-
-
-def steps_of(x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> Optional[int]:
-    """The number of batches in an epoch, if it is known."""
-    data = _internals_verify.data_of_fit(x, y=y, sample_weight=sample_weight, **options)
-    return data.num_batches or None
 
 
 class _Compared(NamedTuple):
@@ -202,10 +189,10 @@ class _Verification:
             made = subject.copied(self._model, self._batch)
             runs, whole = self._whole(made)
         except (subject.CannotCopy, *_FAILURES) as error:
-            if isinstance(error, _NotFinite):
+            if isinstance(error, (_NotFinite, tf.errors.ResourceExhaustedError)):
                 raise
             is_known = isinstance(error, subject.CannotCopy)
-            reason = str(error) if is_known else subject.in_short(error)
+            reason = str(error) if is_known else one_line(error, SHORT)
             made = subject.itself(self._model, self._batch, reason)
             tolerance = TOLERANCES.get(made.dtype, COARSE)
             self._notes.append(
@@ -214,6 +201,8 @@ class _Verification:
             )
             runs, whole = self._whole(made)
         self._notes += made.notes
+        if _internals.strategy_of(self._model) is not None:
+            self._notes.append("Compared on one device, without the strategy of the model.")
         return _Compared(runs, whole, self._cut(runs, whole))
 
     def _whole(self, made: Subject) -> Tuple[Runs, Outcome]:
@@ -267,7 +256,7 @@ class _Verification:
         if not names and keras.config.floatx() == "float64":
             return []
         distance = compared.distance
-        if compared.runs.model is not self._model and not self._notes:
+        if compared.runs.subject.dtype == "float64":
             made = subject.itself(self._model, self._batch, "")
             runs, whole = self._whole(made)
             distance = runs.distance(runs.accumulated(self._settings_used), whole)
