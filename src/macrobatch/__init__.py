@@ -13,10 +13,12 @@ The ways in, one file each:
 The rooms, in the order of the data flow. A room imports only from those above it:
 
     _types, _checks, _internals  names of what passes; messages; private names of Keras, TensorFlow
+    _patch                       a function of somebody else's, replaced for a while
     _internals_verify            more of these names, for copies of models
     _batches                     batch -> micro-batches, in order or by length
     _keras                       model, loss and metrics of a micro-batch, from values to values
     _tensorflow                  the engine: graph, sums, the loop, replicas, the update
+    _meeting                     whether examples meet, tried with some of a batch
     _workers                     several processes: wait for each other, launch them
     _gradients                   functions of the user's: how they run, in one pass or two
     _fit                         puts it all into a Keras model

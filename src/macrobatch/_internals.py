@@ -8,63 +8,11 @@ a function needs it: the room is open to any backend of Keras, and to TensorFlow
 import contextlib
 import functools
 import sys
-import threading
 from typing import Any, Callable, Iterator, List, Optional
 
+from macrobatch._patch import Patch
+
 # Functions that are replaced for a while
-
-
-class Patch:
-    """A function of a module or class, and what is called instead of it inside a context.
-
-    What is called instead gets the function, what the context was entered with, and the arguments.
-    Other threads, and code outside of the context, call the function itself.
-    """
-
-    def __init__(self, place: Callable[[], Any], name: str, instead: Callable[..., Any]):
-        self._place, self._name, self._instead = place, name, instead
-        self._local = threading.local()
-        self._installing = threading.Lock()
-        self._installed: Any = None
-
-    @contextlib.contextmanager
-    def __call__(self, value: Any = True) -> Iterator[None]:
-        self._install()
-        before = getattr(self._local, "value", None)
-        self._local.value = value
-        try:
-            yield
-        finally:
-            self._local.value = before
-
-    @contextlib.contextmanager
-    def beneath(self, other: Callable[..., Any]) -> Iterator[None]:
-        """Lets everybody who calls the function call another one, which gets the function first."""
-        self._install()
-        self._local.other = other
-        try:
-            yield
-        finally:
-            self._local.other = None
-
-    def _install(self) -> None:
-        place = self._place()
-        with self._installing:
-            function = getattr(place, self._name)
-            if function is self._installed:
-                return
-
-            @functools.wraps(function)
-            def call(*args: Any, **kwargs: Any) -> Any:
-                value = getattr(self._local, "value", None)
-                other = getattr(self._local, "other", None)
-                plain = function if other is None else functools.partial(other, function)
-                if value is None:
-                    return plain(*args, **kwargs)
-                return self._instead(plain, value, *args, **kwargs)
-
-            self._installed = call
-            setattr(place, self._name, call)
 
 
 def _module_of(name: str) -> Callable[[], Any]:
@@ -83,6 +31,12 @@ def _batch_normalization() -> Any:
     import keras
 
     return keras.layers.BatchNormalization
+
+
+def _resource_variable() -> Any:
+    from tensorflow.python.ops.resource_variable_ops import ResourceVariable
+
+    return ResourceVariable
 
 
 def _operation() -> Any:
@@ -145,6 +99,26 @@ with_calls = Patch(
     "__call__",
     lambda call, instead, *args, **kwargs: instead(call, *args, **kwargs),
 )
+
+# The methods that write a variable of TensorFlow. Nothing else tells that one is written.
+_WRITES = ("assign", "assign_add", "assign_sub", "scatter_update", "scatter_nd_update")
+_writes = [
+    Patch(
+        _resource_variable,
+        name,
+        lambda write, instead, *args, **kwargs: instead(write, *args, **kwargs),
+    )
+    for name in _WRITES
+]
+
+
+@contextlib.contextmanager
+def with_writes(instead: Callable[..., Any]) -> Iterator[None]:
+    """Calls a function instead of each method that writes a variable of TensorFlow."""
+    with contextlib.ExitStack() as stack:
+        for patch in _writes:
+            stack.enter_context(patch(instead))
+        yield
 
 
 # Models

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any, Dict, Iterator
 
 from macrobatch import _internals
+from macrobatch._patch import Patch
 
 # Random numbers
 
@@ -19,7 +20,7 @@ def _random_of_backend() -> Any:
 # All random layers, and keras.random, draw with these functions of the backend. All but the last
 # take a shape first. The context is entered with what is called instead.
 with_draws = {
-    name: _internals.Patch(
+    name: Patch(
         _random_of_backend,
         name,
         lambda draw, instead, *args, **kwargs: instead(draw, *args, **kwargs),

@@ -13,6 +13,7 @@ from macrobatch._gradients.whole_batch import WholeBatch
 from macrobatch._keras import stateless
 from macrobatch._keras.scope import Written
 from macrobatch._keras.sequences import low_precision
+from macrobatch._meeting import OfLossFn
 from macrobatch._tensorflow import checks, graph, replicas, sums, trial
 from macrobatch._tensorflow import loss_fn as loss_fns
 from macrobatch._tensorflow.engine import ENGINE
@@ -245,7 +246,12 @@ def _value_and_gradients(
         gradient = sums.merge_rows(sums.scaled(gradient, factor))
         found.append(sums.cast(gradient, weight.dtype))
     with after((loss, found, part)):
+        tried = OfLossFn(user_fn, trained, has_aux).check(batch, examples, cut)
+    # Nothing is written while the function is being tried.
+    with after((loss, found, part, tried)):
         written.write(part.written[1:], part.moments)
+        if tf.is_tensor(tried):
+            found = [None if gradient is None else tf.identity(gradient) for gradient in found]
     found = tf.nest.pack_sequence_as(variables, found)
     return ((loss, part.aux) if has_aux else loss), found
 

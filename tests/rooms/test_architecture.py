@@ -13,20 +13,25 @@ FILES = {
 }
 
 # Who may import whom. A room may always import from itself.
-SHARED = {"_types", "_checks", "_internals"}
+SHARED = {"_types", "_checks", "_patch", "_internals"}
 MAY_IMPORT = {
     "_types": set(),
     "_checks": set(),
-    "_internals": set(),
-    "_internals_verify": {"_internals"},
+    "_patch": set(),
+    "_internals": {"_patch"},
+    "_internals_verify": {"_patch", "_internals"},
     "_tensorflow": SHARED,
     "_batches": SHARED,
     "_keras": SHARED,
+    "_meeting": {*SHARED, "_tensorflow", "_batches", "_keras"},
     "_workers": {*SHARED, "_tensorflow"},
-    "_fit": {*SHARED, "_tensorflow", "_batches", "_keras", "_workers"},
+    "_fit": {*SHARED, "_tensorflow", "_batches", "_keras", "_meeting", "_workers"},
     "_gradient_accumulator": {*SHARED, "_tensorflow"},
     "_gradients": {*SHARED, "_tensorflow", "_batches", "_keras"},
-    "_value_and_gradients": {*SHARED, "_tensorflow", "_batches", "_keras", "_gradients"},
+    "_value_and_gradients": {
+        *SHARED,
+        *("_tensorflow", "_batches", "_keras", "_meeting", "_gradients"),
+    },
     "_accumulate": {*SHARED, "_tensorflow", "_batches", "_keras", "_fit"},
     "_verify": {
         *SHARED,
@@ -40,6 +45,7 @@ MAY_IMPORT = {
 ON_TENSORFLOW_1 = {
     "_types",
     "_checks",
+    "_patch",
     "_internals",
     "_gradient_accumulator",
     "_tensorflow.graph",

@@ -1,7 +1,8 @@
 """How the steps get into a Keras model, and what goes with them in fit()."""
 
+import contextlib
 import inspect
-from typing import Any, Callable, Optional
+from typing import Any, Callable, Iterator, Optional
 
 import keras
 import tensorflow as tf
@@ -9,6 +10,7 @@ import tensorflow as tf
 from macrobatch import _checks, _internals
 from macrobatch._batches.cut import Cut
 from macrobatch._fit import build, checks
+from macrobatch._fit.meeting import Meeting
 from macrobatch._fit.steps import Steps
 from macrobatch._keras import model as models
 from macrobatch._keras.report import overrides
@@ -24,11 +26,13 @@ class Accumulation(Steps):
 
     Attributes, beside those of the steps:
         looks: whether the size of the first batch of a fit is still to be looked at.
+        meeting: the trial whether examples meet.
     """
 
     def __init__(self, model: Any, cut: Cut, micro_batch_weight: Optional[Callable[..., Any]]):
         super().__init__(model, cut, micro_batch_weight)
         self.looks = False
+        self.meeting = Meeting(model, cut, self.strategy)
 
     def install(self) -> None:
         """Replaces the methods of the model that make, build and run its steps."""
@@ -132,9 +136,21 @@ class Accumulation(Steps):
         if self.model.train_function is None or force:
             self.is_new = True  # It may have been compiled with another loss.
             self.padding.done[True].assign(0)
-            function = self._made("make_train_function", force)
+            self.meeting.start()
+            with self._watching():
+                function = self._made("make_train_function", force)
             self.model.train_function = self._looking_at_first_batch(function)
         return self.model.train_function
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Lets the trial whether examples meet have the batches of a function that Keras makes."""
+        passing = getattr(self.model, _internals.STEPPING)
+        setattr(self.model, _internals.STEPPING, lambda step: passing(self.meeting.watching(step)))
+        try:
+            yield
+        finally:
+            delattr(self.model, _internals.STEPPING)
 
     def _build_optimizer(self) -> None:
         """Makes the variables of the optimizer, which Keras' own step would make in its trace."""
@@ -147,6 +163,7 @@ class Accumulation(Steps):
     def _looking_at_first_batch(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def train_function(iterator: Any) -> Any:
             logs = function(iterator)
+            self.meeting.try_once(self.micro_batch_weight)
             if self.looks:
                 self.looks = False
                 examples = int(replicas.read(self.first_batch))

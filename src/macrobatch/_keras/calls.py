@@ -50,15 +50,22 @@ def watched(instead: Dict[int, List[Tensor]], engine: BatchEngine) -> Iterator[L
         outputs = call(operation, *args, **kwargs)
         if start in instead:
             outputs = _replaced(outputs, instead[start])
-        inputs = [ops.convert_to_numpy(leaf) for leaf in _numbers((args, kwargs))]
+        inputs = [on_host(leaf) for leaf in _numbers((args, kwargs))]
         made = _numbers(outputs)
         is_dense = all(engine.kind_of(leaf) == "dense" for leaf in made)
-        of_host = [ops.convert_to_numpy(leaf) for leaf in made]
+        of_host = [on_host(leaf) for leaf in made]
         found.append(Call(operation.name, start, inputs, of_host, is_dense))
         return outputs
 
     with _internals.with_calls(watching):
         yield found
+
+
+def on_host(tensor: Tensor) -> Any:
+    """A tensor as an array."""
+    if keras.backend.standardize_dtype(tensor.dtype) == "bfloat16":  # which NumPy does not know
+        tensor = ops.cast(tensor, "float32")
+    return ops.convert_to_numpy(tensor)
 
 
 def _numbers(nest: Any) -> List[Tensor]:
@@ -72,4 +79,6 @@ def _is_numeric(leaf: Any) -> bool:
 def _replaced(nest: Any, tensors: Sequence[Tensor]) -> Any:
     """A nest with other tensors in place of its own."""
     remaining = iter(tensors)
-    return tree.map_structure(lambda leaf: next(remaining) if _is_numeric(leaf) else leaf, nest)
+    return tree.map_structure(
+        lambda leaf: ops.cast(next(remaining), leaf.dtype) if _is_numeric(leaf) else leaf, nest
+    )

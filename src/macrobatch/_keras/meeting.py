@@ -21,8 +21,9 @@ from macrobatch._types import Batch, BatchEngine, Tensor
 # Anything else must have the examples first, each with rows of its own.
 Found = Dict[str, Tensor]
 
-# Of a trial. More examples would cost more, and show nothing else.
-FEWEST, MOST = 4, 16
+# Examples in a micro-batch of the trial. Of too few, none may have a partner, or lack room. Without
+# gradients, some are in less memory than one is in training.
+FEWEST, MOST = 8, 16
 # How many layers a message names.
 NAMED = 3
 
@@ -78,7 +79,7 @@ class Groups(NamedTuple):
     first: int
     size: int
 
-    def halves(self, axis: int, shape: Sequence[Optional[int]]) -> Optional[int]:
+    def start_of_last(self, axis: int, shape: Sequence[int]) -> Optional[int]:
         """Where b starts along an axis; None if the axis cannot be that of the examples."""
         if len(shape) <= axis or not shape[axis] or shape[axis] % self.size:
             return None
@@ -205,7 +206,7 @@ class _Comparison:
 
     def _is_sum(self, values: Sequence[Tensor]) -> bool:
         tolerance = self._tolerance(values[0])
-        here, other_a, other_b, both = (float(ops.convert_to_numpy(each)) for each in values)
+        here, other_a, other_b, both = (float(calls.on_host(each)) for each in values)
         size = max(abs(here), abs(other_a), abs(other_b), abs(both))
         if not size < float("inf"):  # nor if it is not a number
             return True
@@ -218,19 +219,19 @@ class _Comparison:
         shape = values[0].shape
         if any(each.shape != shape for each in values):  # ragged inputs have various lengths
             return None
-        tolerance = self._tolerance(values[0]).rows
-        starts = [(axis, self._groups.halves(axis, shape)) for axis in axes]
-        starts = [pair for pair in starts if pair[1] is not None]
-        if not starts:
+        starts = {axis: self._groups.start_of_last(axis, shape) for axis in axes}
+        known = [(axis, start) for axis, start in starts.items() if start is not None]
+        if not known:
             return None
-        pairs = [((0, 2), 0), ((1, 3), 0), ((0, 1), 1), ((2, 3), 1)]
-        return any(
-            all(
-                _close(*(_half(values[i], axis, start, last) for i in two), tolerance)
-                for two, last in pairs
-            )
-            for axis, start in starts
-        )
+        return any(self._are_own(values, axis, start) for axis, start in known)
+
+    def _are_own(self, values: Sequence[Tensor], axis: int, start: int) -> bool:
+        """Whether each group has the same beside one group and beside the other."""
+        firsts, lasts = zip(*(_halves(each, axis, start) for each in values))
+        pairs = [(firsts[0], firsts[2]), (firsts[1], firsts[3])]
+        pairs += [(lasts[0], lasts[1]), (lasts[2], lasts[3])]
+        tolerance = self._tolerance(values[0]).rows
+        return all(_close(one, other, tolerance) for one, other in pairs)
 
     def differ(self, some: Found, others: Found) -> bool:
         """Whether two runs of the same examples differ."""
@@ -260,8 +261,9 @@ class _Comparison:
         outputs = list(zip(*(call.outputs for call in same)))
         if all(self._along_any(values) is not False for values in outputs):
             return False
+        # A mean over the batch is no row of anybody: whoever puts it into rows is the culprit.
         inputs = list(zip(*(call.inputs for call in same)))
-        return all(self._along_any(values) for values in inputs)
+        return all(self._along_any(values) is not False for values in inputs)
 
     def _along_any(self, values: Sequence[Tensor]) -> Optional[bool]:
         if all(
@@ -278,13 +280,14 @@ class _Comparison:
         """
         made: List[List[Tensor]] = [[], [], [], []]
         for own, *_, other in zip(*(call.outputs for call in same)):
-            start = self._groups.halves(0, own.shape)
+            start = self._groups.start_of_last(0, own.shape)
             if start is None or own.shape != other.shape or not same[0].is_dense:
                 return None
-            pairs = [(own, own), (other, own), (own, other), (other, other)]
-            for place, (first, last) in enumerate(pairs):
-                halves = [_half(first, 0, start, 0), _half(last, 0, start, 1)]
-                made[place].append(ops.concatenate(halves, 0))
+            a, b = _halves(own, 0, start)
+            other_a, other_b = _halves(other, 0, start)
+            groups = [(a, b), (other_a, b), (a, other_b), (other_a, other_b)]
+            for outputs, pair in zip(made, groups):
+                outputs.append(ops.concatenate(pair, 0))
         return made
 
     def _tolerance(self, value: Tensor) -> Tolerance:
@@ -294,9 +297,11 @@ class _Comparison:
         return DOUBLE if name == "float64" else SINGLE
 
 
-def _half(values: Tensor, axis: int, start: int, last: int) -> Tensor:
-    part = slice(start, None) if last else slice(start)
-    return values[(slice(None),) * axis + (part,)]
+def _halves(values: Tensor, axis: int, start: int) -> Tuple[Tensor, Tensor]:
+    """What is before and what is behind a place along an axis."""
+    before = (slice(None),) * axis
+    first, last = (*before, slice(start)), (*before, slice(start, None))
+    return values[first], values[last]
 
 
 def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:

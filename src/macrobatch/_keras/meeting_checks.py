@@ -1,13 +1,20 @@
 """What is said where examples meet, and where nobody can tell."""
 
-from typing import Sequence
+from typing import List, Sequence
 
 from macrobatch._checks import some
 
 SO = "so that the update is not that of the whole batch"
 
 
-def layers(names: Sequence[str]) -> str:
+def messages(layers: Sequence[str], losses: Sequence[str], is_random: bool) -> List[str]:
+    """What to say of a model after a trial."""
+    found = [of_layers(layers)] if layers else []
+    found += [of_losses(losses)] if losses else []
+    return [*found, RANDOM] if is_random else found
+
+
+def of_layers(names: Sequence[str]) -> str:
     """What to say of layers in which examples meet."""
     return (
         f"Examples meet in these layers: {some(names)}. What comes of an example depends on "
@@ -18,7 +25,7 @@ def layers(names: Sequence[str]) -> str:
     )
 
 
-def losses(names: Sequence[str]) -> str:
+def of_losses(names: Sequence[str]) -> str:
     """What to say of losses in which examples meet."""
     return (
         f"Examples meet in these losses: {some(names)}. The loss of an example depends on "

@@ -60,7 +60,8 @@ class Tried(ModelStep):
 
     def causes(self, verdict: Verdict) -> Causes:
         """Where examples meet, in the words of the model."""
-        layers, losses = list(verdict.layers), []
+        layers: List[str] = list(verdict.layers)
+        losses: List[str] = []
         for value in verdict.values:
             kind, index = value.split()
             if kind == LOSS:

@@ -92,8 +92,8 @@ def check(micro_batches: MicroBatches, trial: Trial, done: Any) -> None:
         micro_batches.hold(tf.identity)
 
 
-class _Done:
-    """For which functions, and which of their variables, the trial has been made."""
+class Done:
+    """For which functions, and which of their variables, a trial has been made."""
 
     def __init__(self) -> None:
         self._known: weakref.WeakKeyDictionary[Any, List[Any]] = weakref.WeakKeyDictionary()
@@ -118,7 +118,7 @@ class _Done:
         self._known[function] = [*alive, (key, references)]
 
 
-_done = _Done()
+_done = Done()
 
 
 def check_once(

@@ -1,0 +1,107 @@
+"""The trial of fit() whether examples meet: once for what is compiled, after the first batch, with
+some examples of that batch, outside of any graph. So one way serves all kinds of fit.
+"""
+
+from typing import Any, Callable, Iterator, List, Optional
+
+import keras
+import tensorflow as tf
+
+from macrobatch import _checks, _internals
+from macrobatch._batches.cut import Cut
+from macrobatch._keras import meeting, meeting_checks
+from macrobatch._keras import model as models
+from macrobatch._keras.sequences import low_precision
+from macrobatch._keras.tried import Tried
+from macrobatch._meeting import is_cut, size_of, verdict_of
+from macrobatch._tensorflow.engine import ENGINE
+from macrobatch._tensorflow.tap import Tap
+from macrobatch._types import Batch
+
+
+class Meeting:
+    """The trial of one model.
+
+    Attributes:
+        with_losses: whether losses are tried too, and not only layers.
+    """
+
+    def __init__(self, model: Any, cut: Cut, strategy: Any, with_losses: bool = True):
+        self._model, self._cut, self._strategy = model, cut, strategy
+        self.with_losses = with_losses
+        self._tap = Tap(self._receive)
+        self._rows: Optional[Batch] = None
+
+    def start(self) -> None:
+        """Lets a trial be made with the next batch."""
+        self._rows = None
+        self._tap.open()
+
+    def watching(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        """A function of a batch that lets the trial have its first examples."""
+
+        @tf.autograph.experimental.do_not_convert
+        def watched(data: Any) -> Any:
+            self._tap(self._parts(data), 2 * (self._declared() or meeting.MOST))
+            return step(data)
+
+        return watched
+
+    def _parts(self, data: Any) -> Any:
+        """The parts of a batch that the replicas of this process have."""
+        if self._strategy is None:
+            return [data]
+        flat = tf.nest.flatten(data)
+        parts = [
+            [leaf] if leaf is None else self._strategy.experimental_local_results(leaf)
+            for leaf in flat
+        ]
+        count = max(map(len, parts))
+        return [
+            tf.nest.pack_sequence_as(data, [of_leaf[i % len(of_leaf)] for of_leaf in parts])
+            for i in range(count)
+        ]
+
+    def _declared(self) -> Optional[int]:
+        """The number of examples that the model says it takes, if it does."""
+        sizes = [tensor.shape[0] for tensor in models.inputs_of(self._model) if tensor.shape]
+        return next((size for size in sizes if size is not None), None)
+
+    def _receive(self, rows: Batch, examples: int) -> None:
+        several = self._strategy is not None and self._strategy.num_replicas_in_sync > 1
+        # One example alone shows nothing.
+        if self._rows is None and examples > 1 and is_cut(examples, self._cut, several):
+            self._rows = rows
+
+    def try_once(self, micro_batch_weight: Optional[Callable[..., Any]]) -> None:
+        """Makes the trial, once there are examples for it."""
+        if self._rows is None:
+            return
+        batch = keras.utils.unpack_x_y_sample_weight(self._rows)
+        self._rows = None
+        self._tap.close()
+        tried = Tried(self._model, ENGINE, micro_batch_weight, self.with_losses)
+        for message in self._messages(tried, batch):
+            _checks.warn_once(self._model, message)
+
+    def _messages(self, tried: Tried, batch: Batch) -> List[str]:
+        is_coarse = low_precision(_internals.layers_of(self._model))
+        messages: List[str] = []
+        for groups in self._groups(batch):
+            try:
+                verdict = verdict_of(tried.found, groups, is_coarse)
+            except Exception as error:  # The model has been trained on a batch: that goes on.
+                messages = [meeting_checks.failed(groups.size, error)]
+                continue
+            return meeting_checks.messages(*tried.causes(verdict), verdict.is_random)
+        return messages
+
+    def _groups(self, batch: Batch) -> Iterator[meeting.Groups]:
+        """Groups of examples to try, of a size that suits the trial and of one that is trained."""
+        declared, examples = self._declared(), ENGINE.examples(batch)
+        sizes = [size_of(self._cut, batch), max(2, self._cut.size or 2)]
+        for size in dict.fromkeys(sizes) if declared is None else [declared]:
+            groups = meeting.groups(batch, examples, size, ENGINE)
+            # A model that says how many examples it takes cannot be tried with fewer.
+            if groups is not None and groups.size >= (declared or 0):
+                yield groups

@@ -1,0 +1,126 @@
+"""Whether examples meet in a function of a micro-batch: tried in Python, with the first examples of
+a batch that may be in a graph.
+"""
+
+from typing import Any, Callable, List, Sequence
+
+import tensorflow as tf
+
+from macrobatch import _checks
+from macrobatch._batches.cut import Cut
+from macrobatch._keras import meeting, meeting_checks, stateless
+from macrobatch._keras.scope import Written
+from macrobatch._keras.sequences import low_precision
+from macrobatch._tensorflow import graph, replicas
+from macrobatch._tensorflow import loss_fn as loss_fns
+from macrobatch._tensorflow.engine import ENGINE
+from macrobatch._tensorflow.tap import Tap, unchanged
+from macrobatch._tensorflow.trial import Done
+from macrobatch._types import Batch, Size
+
+
+def verdict_of(
+    run: Callable[[Batch], meeting.Found], groups: meeting.Groups, is_coarse: bool
+) -> meeting.Verdict:
+    """What a trial of a function shows. Outside of graphs. No variable is changed.
+
+    Args:
+        run: a function of a micro-batch. What it writes to Keras variables must stay in a scope.
+        groups: examples, from `meeting.groups`.
+        is_coarse: whether numbers are of less than 32 bits somewhere.
+    """
+    with unchanged():
+        return meeting.find(run, groups, ENGINE, is_coarse)
+
+
+def is_cut(examples: Size, cut: Cut, several: bool) -> bool:
+    """Whether a batch is cut at all. If not, examples may meet as much as they like."""
+    return several or cut.size is None or examples > cut.size
+
+
+def size_of(cut: Cut, batch: Batch) -> int:
+    """The number of examples in a micro-batch of a trial."""
+    size = meeting.size_of(cut.size or meeting.MOST)
+    if cut.tokens is None or cut.axis is None:
+        return size
+    # Examples are as long here as the longest of the batch.
+    lengths = [
+        leaf.shape[cut.axis]
+        for leaf in tf.nest.flatten(batch)
+        if isinstance(leaf, tf.Tensor) and len(leaf.shape) > cut.axis
+    ]
+    return max(2, min(size, cut.tokens // max([1, *lengths])))
+
+
+_done = Done()
+
+
+class OfLossFn:
+    """The trial of a user's `loss_fn`: once for its code and its variables."""
+
+    def __init__(self, loss_fn: Callable[[Any], Any], variables: Sequence[Any], has_aux: bool):
+        self._loss_fn, self._variables, self._has_aux = loss_fn, list(variables), has_aux
+        # A lambda may be made anew for each call, a closure for each model.
+        self._code = getattr(loss_fn, "__code__", loss_fn)
+
+    def check(self, batch: Batch, examples: Size, cut: Cut) -> Any:
+        """Warns, now or when the graph runs, if examples of a batch meet.
+
+        XLA calls no Python. There, nothing is known.
+
+        Returns:
+            what is there once the trial has been made. Variables must not be written before.
+        """
+        several = replicas.in_several()
+        if graph.in_xla() or self._is_done():
+            return ()
+        if tf.executing_eagerly():
+            if is_cut(examples, cut, several) and examples > 1:
+                self._try(batch, size_of(cut, batch))
+            return ()
+
+        def receive(rows: Batch, examples: int) -> None:
+            if is_cut(examples, cut, several) and examples > 1:
+                tap.close()
+                if not self._is_done():  # by another replica, or by another trace
+                    self._try(rows, size_of(cut, rows))
+
+        tap = Tap(receive)
+        # A graph refers to variables, but does not keep them.
+        tf.compat.v1.add_to_collection("macrobatch", tap)
+        return tap([batch], 2 * meeting.MOST)
+
+    def _is_done(self) -> bool:
+        return _done.has(self._code, None, self._variables)
+
+    def _try(self, batch: Batch, size: int) -> None:
+        _done.add(self._code, None, self._variables)
+        groups = meeting.groups(batch, ENGINE.examples(batch), size, ENGINE)
+        assert groups is not None
+        try:
+            verdict = verdict_of(self._found, groups, low_precision([]))
+        except Exception:  # What belongs to a graph, for one, cannot be had outside of it.
+            return
+        for message in _messages(verdict):
+            _checks.warn_once(self._code, message)
+
+    def _found(self, micro_batch: Batch) -> meeting.Found:
+        def code() -> Any:
+            return self._loss_fn(micro_batch)
+
+        result = stateless.run(code, Written([], self._variables, ENGINE), [], alone=True).value
+        result = loss_fns.with_aux(result)[0] if self._has_aux else result
+        mean = loss_fns.mean_of(result, ENGINE.examples(micro_batch))
+        found = {"numerator": mean.numerator, "denominator": mean.denominator}
+        losses, _ = loss_fns.losses_and_weights(result)
+        if len(losses.shape) and isinstance(losses, tf.Tensor):
+            found["losses"] = losses
+        return found
+
+
+def _messages(verdict: meeting.Verdict) -> List[str]:
+    if verdict.is_random:
+        return [meeting_checks.RANDOM]
+    if verdict.layers or verdict.values:
+        return [meeting_checks.of_function("loss_fn", verdict.layers)]
+    return []

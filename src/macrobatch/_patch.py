@@ -1,0 +1,59 @@
+"""A function of somebody else's, replaced for a while and for one thread."""
+
+import contextlib
+import functools
+import threading
+from typing import Any, Callable, Iterator
+
+
+class Patch:
+    """A function of a module or class, and what is called instead of it inside a context.
+
+    What is called instead gets the function, what the context was entered with, and the arguments.
+    Other threads, and code outside of the context, call the function itself.
+    """
+
+    def __init__(self, place: Callable[[], Any], name: str, instead: Callable[..., Any]):
+        self._place, self._name, self._instead = place, name, instead
+        self._local = threading.local()
+        self._installing = threading.Lock()
+        self._installed: Any = None
+
+    @contextlib.contextmanager
+    def __call__(self, value: Any = True) -> Iterator[None]:
+        self._install()
+        before = getattr(self._local, "value", None)
+        self._local.value = value
+        try:
+            yield
+        finally:
+            self._local.value = before
+
+    @contextlib.contextmanager
+    def beneath(self, other: Callable[..., Any]) -> Iterator[None]:
+        """Lets everybody who calls the function call another one, which gets the function first."""
+        self._install()
+        self._local.other = other
+        try:
+            yield
+        finally:
+            self._local.other = None
+
+    def _install(self) -> None:
+        place = self._place()
+        with self._installing:
+            function = getattr(place, self._name)
+            if function is self._installed:
+                return
+
+            @functools.wraps(function)
+            def call(*args: Any, **kwargs: Any) -> Any:
+                value = getattr(self._local, "value", None)
+                other = getattr(self._local, "other", None)
+                plain = function if other is None else functools.partial(other, function)
+                if value is None:
+                    return plain(*args, **kwargs)
+                return self._instead(plain, value, *args, **kwargs)
+
+            self._installed = call
+            setattr(place, self._name, call)
