@@ -214,6 +214,9 @@ TEXT = tokens()
 TAGS = numbers(6, 2, seed=2)
 OWN = numbers(2, seed=3) * (numbers(2, seed=4) > 0)
 
+# Those that others are like.
+SLOW = ["masked-text", "convolution", "averages", "sum", "per-example-losses"]
+
 EXACT = {
     "dense": lambda: (mlp(), (X, Y)),
     "graph": lambda: (mlp(layers.Dropout(0.4), eager=False, metrics=["mae"]), (X, Y)),

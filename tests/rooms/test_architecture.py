@@ -35,7 +35,8 @@ MAY_IMPORT = {
     "_accumulate": {*SHARED, "_tensorflow", "_batches", "_keras", "_fit"},
     "_verify": {
         *SHARED,
-        *("_internals_verify", "_tensorflow", "_batches", "_keras", "_fit", "_accumulate"),
+        *("_internals_verify", "_tensorflow", "_batches", "_keras", "_meeting", "_fit"),
+        "_accumulate",
     },
     "cli": {"_workers", "_verify"},
     "__main__": {"cli"},

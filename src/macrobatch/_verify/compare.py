@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from macrobatch._accumulate import accumulate, release
+from macrobatch._fit.install import accumulation_of
 from macrobatch._keras.scope import is_seed, without
 from macrobatch._tensorflow import sums
 from macrobatch._verify.compiled import value_of
@@ -118,6 +119,9 @@ class Runs:
     ) -> Outcome:
         """The update of `accumulate` with these settings."""
         accumulate(self.model, **settings)
+        accumulation = accumulation_of(self.model)
+        assert accumulation is not None
+        accumulation.meeting.is_wanted = False  # It would warn. Here it is tried for its own sake.
         try:
             return self._run(context, self.subject.batch, [])
         finally:

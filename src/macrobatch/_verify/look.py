@@ -16,6 +16,7 @@ from macrobatch._keras.model import ModelStep, Outcome
 from macrobatch._keras.scope import Scope, without
 from macrobatch._keras.sequences import low_precision
 from macrobatch._keras.tried import Causes, Tried
+from macrobatch._meeting import verdict_of
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._types import Batch, MicroBatches, Whole, names
 
@@ -92,7 +93,7 @@ class Look:
             return Causes([], [])
         tried = Tried(self._model, ENGINE, self._weight)
         coarse = low_precision(_internals.layers_of(self._model))
-        return tried.causes(meeting.find(tried.found, groups, ENGINE, coarse))
+        return tried.causes(verdict_of(tried.found, groups, coarse))
 
     def metrics_of_the_step(self) -> List[str]:
         """The metrics that the forward pass or the loss updates, so once per micro-batch."""
