@@ -130,5 +130,5 @@ bench-replicas: .venv/demo-installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-tf1 .venv-peers .venv-torch .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo.png
+	rm -rf .venv .venv-oldest .venv-tf1 .venv-peers .venv-torch .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo.png contrastive.png retrieval.png
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -50,6 +50,8 @@ def build(name):
         return mlp()
     if name == "embedding":
         return bag_of_ids()
+    if name == "encoder":
+        return encoder(**workloads.TRANSFORMERS[name])
     length = None if name == "padded transformer" else workloads.SEQUENCE
     return transformer(length, **workloads.TRANSFORMERS[name])
 
@@ -75,7 +77,22 @@ def bag_of_ids():
     return ids, layers.Dense(10)(layers.GlobalAveragePooling1D()(rows))
 
 
-def transformer(length, layers, width, vocabulary):
+def encoder(layers, width, vocabulary):
+    """A vector for each sequence."""
+    tokens, outputs = transformer(workloads.SEQUENCE, layers, width, vocabulary, last=64)
+    return tokens, keras.layers.GlobalAveragePooling1D()(outputs)
+
+
+def in_batch_softmax(partners, vectors):
+    """Each vector is to be more like its partner's than like those of all others in the batch."""
+    vectors = keras.ops.normalize(vectors, axis=1)
+    logits = 10 * keras.ops.matmul(vectors, keras.ops.transpose(vectors))
+    logits -= 1e4 * keras.ops.eye(keras.ops.shape(logits)[0])
+    partners = keras.ops.reshape(partners, [-1])
+    return keras.losses.sparse_categorical_crossentropy(partners, logits, from_logits=True)
+
+
+def transformer(length, layers, width, vocabulary, last=None):
     """Predicts a token for each token of a sequence. Where lengths vary, 0 is padding."""
     norm, heads = workloads.LAYER_NORM_EPSILON, workloads.HEADS
     tokens = keras.Input((length,), dtype="int32")
@@ -87,7 +104,7 @@ def transformer(length, layers, width, vocabulary):
         hidden = keras.layers.LayerNormalization(epsilon=norm)(x)
         hidden = keras.layers.Dense(4 * width, activation="gelu")(hidden)
         x = keras.layers.Add()([x, keras.layers.Dense(width)(hidden)])
-    return tokens, keras.layers.Dense(vocabulary)(x)
+    return tokens, keras.layers.Dense(last or vocabulary)(x)
 
 
 def compiled(model, make=None, jit_compile=False, optimizer="adam", steps=None, **_):
@@ -109,6 +126,8 @@ def compiled(model, make=None, jit_compile=False, optimizer="adam", steps=None, 
     else:
         rule = keras.optimizers.SGD(0.5)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    if model == "encoder":
+        loss = in_batch_softmax
     made.compile(rule, loss, jit_compile=jit_compile)
     if keras.__version__ >= "3":  # a compiled step can make no variables
         made.optimizer.build(made.trainable_variables)

@@ -15,6 +15,7 @@ OURS, OTHERS, FLOOR, TARGET = "#0072B2", "#BBBBBB", "#666666", "#D55E00"
 PLAIN = "#E69F00"
 OUR_NAMES = ("macrobatch", "tokens", "as they come")
 BASES = {"floor": "the floor's", "plain": "plain Keras'", "keras": "Keras' accumulation's"}
+BASES["accumulated"] = "plain accumulation's"
 
 
 def draw(section, results, path):

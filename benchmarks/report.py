@@ -35,6 +35,7 @@ def contender_table(section, results):
     base = section.base
     over = {"": [], "floor": ["over the floor"], "plain": ["over plain Keras"]}
     over["keras"] = ["over Keras' accumulation"]
+    over["accumulated"] = ["over plain accumulation"]
     rows = [["contender", "ms", *over[base], "peak MiB", "above start"]]
     for name, contender in results["contenders"].items():
         if "failed" in contender:

@@ -180,6 +180,56 @@ def memory():
     return Section("memory", text, "memory", contenders, targets)
 
 
+# A loss of the whole batch
+
+WHOLE_BATCHES = (64, 512)
+
+
+def with_and_without_whole_batch(model, batch):
+    """Contenders that accumulate: plainly, and with a loss of the whole batch."""
+    common, cut = {"model": model, "batch": batch}, {"micro_batch_size": 8}
+    whole = {**cut, "whole_batch_loss": True}
+    return [
+        Contender("macrobatch", "macrobatch", {**common, "accumulate": cut}),
+        Contender(
+            "macrobatch, whole_batch_loss=True", "macrobatch", {**common, "accumulate": whole}
+        ),
+    ]
+
+
+def whole_batch():
+    accumulated, whole = with_and_without_whole_batch("transformer", 8 * K)
+    options = {"model": "transformer", "batch": 8 * K}
+    contenders = {
+        "accumulated": accumulated,
+        "macrobatch": whole,
+        "plain": Contender("plain Keras, whole batch", "plain", options),
+    }
+    over = "whole_batch_loss=True over plain accumulation"
+    targets = [time_target(over, "macrobatch", "accumulated", 1.45)]
+    text = f"transformer, a loss of the whole batch: {K} micro-batches of 8"
+    return Section("whole-batch", text, "bars", contenders, targets, "accumulated", 1.45, steps=2)
+
+
+def whole_batch_memory():
+    """Predictions are small here: a vector for each example."""
+    contenders, targets = {}, []
+    for batch in WHOLE_BATCHES:
+        for name, each in zip(
+            ("accumulated", "macrobatch"), with_and_without_whole_batch("encoder", batch)
+        ):
+            contenders[f"{name} {batch}"] = each._replace(label=f"{each.label}, batch {batch}")
+        names = f"macrobatch {batch}", f"accumulated {batch}"
+        targets.append(peak_target(f"batch {batch}: over plain accumulation", *names, 1.05))
+    small, large = (f"macrobatch {batch}" for batch in WHOLE_BATCHES)
+    targets.append(
+        peak_target("batch {1} over batch {0}".format(*WHOLE_BATCHES), large, small, 1.05)
+    )
+    text = "encoder, a loss that compares examples: micro-batches of 8"
+    peaks = tuple(contenders)
+    return Section("whole-batch-memory", text, "bars", contenders, targets, peaks=peaks, rounds=5)
+
+
 # A large embedding table
 
 
@@ -256,6 +306,8 @@ def all_sections():
         compiled_cost("mlp", "wide MLP, 14 M parameters", 32, 1.25, 1.5, steps=2),
         lengths(),
         memory(),
+        whole_batch(),
+        whole_batch_memory(),
         embedding(),
         linear(),
         first_step.section(),

@@ -9,6 +9,7 @@ MLP_WIDTHS = [784, 2048, 2048, 2048, 2048, 10]  # 14.2 million parameters
 TRANSFORMERS = {
     "transformer": {"layers": 2, "width": 128, "vocabulary": 2000},
     "padded transformer": {"layers": 2, "width": 128, "vocabulary": 2000},
+    "encoder": {"layers": 2, "width": 128, "vocabulary": 2000},
     "large transformer": {"layers": 4, "width": 256, "vocabulary": 4000},
 }
 LAYER_NORM_EPSILON = 1e-3
@@ -32,6 +33,8 @@ def data(model, examples):
     if model == "padded transformer":
         return padded_sequences(lognormal_lengths(examples), vocabulary)
     tokens = random.integers(0, vocabulary, (examples, SEQUENCE + 1), dtype="int32")
+    if model == "encoder":  # two and two belong together
+        return tokens[:, 1:], np.arange(examples, dtype="int32") ^ 1
     return tokens[:, :-1], tokens[:, 1:]
 
 

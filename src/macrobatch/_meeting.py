@@ -2,6 +2,7 @@
 a batch that may be in a graph.
 """
 
+import weakref
 from typing import Any, Callable, List, Sequence
 
 import tensorflow as tf
@@ -60,8 +61,7 @@ class OfLossFn:
 
     def __init__(self, loss_fn: Callable[[Any], Any], variables: Sequence[Any], has_aux: bool):
         self._loss_fn, self._variables, self._has_aux = loss_fn, list(variables), has_aux
-        # A lambda may be made anew for each call, a closure for each model.
-        self._code = getattr(loss_fn, "__code__", loss_fn)
+        self._code = _code_of(loss_fn)
 
     def check(self, batch: Batch, examples: Size, cut: Cut) -> Any:
         """Warns, now or when the graph runs, if examples of a batch meet.
@@ -102,7 +102,7 @@ class OfLossFn:
         except Exception:  # What belongs to a graph, for one, cannot be had outside of it.
             return
         for message in _messages(verdict):
-            _checks.warn_once(self._code, message)
+            _checks.warn(message, _checks.ExactnessWarning)
 
     def _found(self, micro_batch: Batch) -> meeting.Found:
         def code() -> Any:
@@ -116,6 +116,19 @@ class OfLossFn:
         if len(losses.shape) and isinstance(losses, tf.Tensor):
             found["losses"] = losses
         return found
+
+
+def _code_of(function: Any) -> Any:
+    """What of a function is the same for each call, and can be remembered.
+
+    A lambda may be made anew for each call, a closure for each model.
+    """
+    code = getattr(function, "__code__", function)
+    try:
+        hash(code), weakref.ref(code)
+    except TypeError:
+        return type(function)
+    return code
 
 
 def _messages(verdict: meeting.Verdict) -> List[str]:

@@ -155,8 +155,6 @@ class MicroBatches:
         """
         return 1.0
 
-    # Whether sequences are cut to lengths that depend on data, which a compiler cannot have.
-    has_lengths = False
     # Along which axis sequences lie, if there are any.
     axis: Optional[int] = None
     # Whether a function of the user tells the lengths.

@@ -17,22 +17,18 @@ from typing import List
 
 import fit
 import loops
+import meeting
 import replicas
 import sequences
 import verify
+import whole_batch
 import windows
 from mutant import Mutant
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
-ALL = [
-    *fit.MUTANTS,
-    *loops.MUTANTS,
-    *windows.MUTANTS,
-    *replicas.MUTANTS,
-    *sequences.MUTANTS,
-    *verify.MUTANTS,
-]
+ROOMS = (fit, loops, windows, replicas, sequences, meeting, whole_batch, verify)
+ALL = [mutant for room in ROOMS for mutant in room.MUTANTS]
 TIMEOUT = 300  # replicas that disagree may wait for each other for ever
 
 

@@ -38,6 +38,22 @@ def test_stream():
     assert "AutoGraph could not" not in result.stderr
 
 
+def test_contrastive(tmp_path):
+    picture = tmp_path / "picture.png"
+    result = run(ROOT / "examples/contrastive.py", "--epochs", 1, "--output", picture)
+    (difference,) = differences(result.stdout)
+    assert difference < 1e-4  # weights move by 0.01
+    assert picture.stat().st_size > 10_000
+
+
+def test_retrieval(tmp_path):
+    picture = tmp_path / "picture.png"
+    result = run(ROOT / "examples/retrieval.py", "--steps", 5, "--output", picture)
+    (difference,) = differences(result.stdout)
+    assert difference < 1e-4  # weights move by 0.015
+    assert picture.stat().st_size > 10_000
+
+
 def test_multi_device():
     (difference,) = differences(run(ROOT / "examples/multi_device.py").stdout)
     assert difference < 1e-5  # weights move by 0.1
@@ -63,7 +79,10 @@ def blocks_of(page):
     return blocks
 
 
-@pytest.mark.parametrize("page", ["docs/custom-loops.md", "docs/scaling.md", "docs/verify.md"])
+@pytest.mark.parametrize(
+    "page",
+    ["docs/custom-loops.md", "docs/scaling.md", "docs/coupled-losses.md", "docs/verify.md"],
+)
 def test_code_in_the_documentation(page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks_of(page)))

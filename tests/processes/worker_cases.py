@@ -40,7 +40,7 @@ def scope_of(strategy):
     return contextlib.nullcontext() if strategy is None else strategy.scope()
 
 
-def model_of(strategy, build, micro_batch_size=3, **compiled):
+def model_of(strategy, build, micro_batch_size=3, whole_batch_loss=False, **compiled):
     """A compiled model, accumulating if there is a strategy."""
     keras.utils.set_random_seed(7)
     with scope_of(strategy):
@@ -48,7 +48,9 @@ def model_of(strategy, build, micro_batch_size=3, **compiled):
         arguments = {"optimizer": keras.optimizers.Adam(0.1), "loss": "mse"}
         arguments.update({name: make() for name, make in compiled.items()})
         model.compile(**arguments)
-    return model if strategy is None else macrobatch.accumulate(model, micro_batch_size)
+    if strategy is None:
+        return model
+    return macrobatch.accumulate(model, micro_batch_size, whole_batch_loss=whole_batch_loss)
 
 
 def arrays(model):
@@ -214,6 +216,29 @@ def moving_statistics(strategy):
     return [np.array(v.value) for v in model.layers[0].non_trainable_variables]
 
 
+def compared(y, y_pred):
+    """Losses of examples that are compared with each other, and whose order counts."""
+    logits = -tf.abs(y_pred - tf.transpose(y))
+    places = tf.range(tf.shape(y)[0])
+    losses = tf.nn.sparse_softmax_cross_entropy_with_logits(places, logits)
+    return losses * tf.cast(places + 1, losses.dtype)
+
+
+@case
+def a_loss_of_the_whole_batch(strategy):
+    x, y = examples()
+    model = model_of(
+        strategy,
+        mlp,
+        whole_batch_loss=True,
+        loss=lambda: compared,
+        metrics=lambda: ["mae", keras.metrics.R2Score(name="r2")],
+    )
+    options = {"batch_size": 8, "epochs": 2, "shuffle": False, "verbose": 0}
+    history = model.fit(x, y, validation_data=examples(11, seed=1), **options).history
+    return arrays(model), history
+
+
 def distributed(strategy, batch):
     """A batch of which each replica gets a part, the last one none."""
     replicas = strategy.num_replicas_in_sync
@@ -233,7 +258,12 @@ def loss_of(model, batch):
 
 
 @case
-def value_and_gradients(strategy):
+def value_and_gradients_of_the_whole_batch(strategy):
+    return value_and_gradients(strategy, whole=True)
+
+
+@case
+def value_and_gradients(strategy, whole=False):
     x, y = examples(17)
     model = model_of(None, mlp) if strategy is None else model_of(strategy, mlp)
     with scope_of(strategy):
@@ -242,8 +272,18 @@ def value_and_gradients(strategy):
     def step(*batch):
         if strategy is None:
             with tf.GradientTape() as tape:
-                loss = tf.reduce_mean(loss_of(model, batch))
+                predicted = model(batch[0], training=True)
+                losses = compared(batch[1], predicted) if whole else loss_of(model, batch)
+                loss = tf.reduce_mean(losses)
             gradients = tape.gradient(loss, model.trainable_variables)
+        elif whole:
+            loss, gradients = macrobatch.value_and_gradients(
+                lambda predicted, batch: compared(batch[1], predicted),
+                model.trainable_variables,
+                batch,
+                micro_batch_size=2,
+                forward=lambda batch: model(batch[0], training=True),
+            )
         else:
             loss, gradients = macrobatch.value_and_gradients(
                 lambda batch: loss_of(model, batch),

@@ -27,10 +27,14 @@ MAY_IMPORT = {
     "_workers": {*SHARED, "_tensorflow"},
     "_fit": {*SHARED, "_tensorflow", "_batches", "_keras", "_meeting", "_workers"},
     "_gradient_accumulator": {*SHARED, "_tensorflow"},
-    "_gradients": {*SHARED, "_tensorflow", "_batches", "_keras"},
+    "_gradients": {*SHARED, "_tensorflow", "_batches", "_keras", "_meeting"},
     "_value_and_gradients": {
         *SHARED,
-        *("_tensorflow", "_batches", "_keras", "_meeting", "_gradients"),
+        "_tensorflow",
+        "_batches",
+        "_keras",
+        "_gradients",
+        "_meeting",
     },
     "_accumulate": {*SHARED, "_tensorflow", "_batches", "_keras", "_fit"},
     "_verify": {

@@ -234,6 +234,58 @@ def test_a_patch_is_for_its_thread_and_knows_itself():
     assert Place.double(3) == 106
 
 
+def test_calls_of_layers_and_operations():
+    inputs = keras.Input([4], name="inputs")
+    outputs = keras.ops.square(layers.Dense(2, name="dense")(inputs))
+    functional = keras.Model(inputs, outputs, name="functional")
+    seen = []
+
+    def instead(call, operation, *args, **kwargs):
+        outputs = call(operation, *args, **kwargs)
+        seen.append(operation.name)
+        return outputs
+
+    with _internals.with_calls(instead):
+        functional(np.ones([2, 4]))
+    functional(np.ones([2, 4]))
+    assert seen[0] == "dense"
+    assert seen[1].startswith("square")
+    assert seen[2:] == ["functional"]
+
+
+def test_writes_of_variables():
+    seen = []
+
+    def instead(write, variable, *args, **kwargs):
+        seen.append(variable)
+        return write(variable, *args, **kwargs)
+
+    variable, of_keras = tf.Variable([1.0]), keras.Variable([1.0])
+    with _internals.with_writes(instead):
+        for write in (variable.assign, variable.assign_add, variable.assign_sub):
+            write([1.0])
+        variable.scatter_nd_update([[0]], [1.0])
+        of_keras.assign([2.0])
+    assert [each is variable for each in seen] == [True] * 4 + [False]
+
+
+def test_steps_pass_through_a_method():
+    plain, seen = model(), []
+    passing = getattr(plain, _internals.STEPPING)
+
+    def watching(step):
+        def watched(data):
+            seen.append(data)
+            return step(data)
+
+        return passing(watched)
+
+    setattr(plain, _internals.STEPPING, watching)
+    plain.fit(np.ones([2, 4]), np.ones([2, 2]), verbose=0)
+    plain.train_on_batch(np.ones([2, 4]), np.ones([2, 2]))
+    assert len(seen) == 2
+
+
 def test_models_are_looked_at_before_they_train():
     seen = []
 

@@ -9,6 +9,7 @@ from keras import layers, ops
 
 from macrobatch._keras import report
 from macrobatch._keras.model import ModelStep
+from macrobatch._keras.whole_batch import Outputs, WholeBatchStep
 from macrobatch._types import Engine, Whole
 
 X = np.random.default_rng(0).normal(size=(6, 4))
@@ -127,3 +128,27 @@ def test_weights_of_micro_batches_are_checked(weight, match):
     step = ModelStep(model, True, Engine(), lambda x, y, sample_weight: weight)
     with pytest.raises(ValueError, match=match):
         step(batch, step.values(), Whole(6, ops.zeros([1])))
+
+
+def test_the_loss_of_the_whole_batch():
+    """Forward passes of micro-batches, one after the other, and then the loss of all."""
+    model, batch, _ = step_of()
+    model.layers[0].kernel.regularizer = None  # Keras on NumPy cannot add losses up
+    step = WholeBatchStep(model, True, Engine())
+    step(batch, step.values(), Whole(6))  # makes the metrics
+    step, before = WholeBatchStep(model, True, Engine()), everything(model)
+    values, passes = step.values(), []
+    for part in ((batch[0][:4], batch[1][:4], None), (batch[0][4:], batch[1][4:], None)):
+        passes.append(step.forward(part, values, 6))
+        written = passes[-1].written
+        values = [old if new is None else new for new, old in zip(written, values)]
+    y_pred = ops.concatenate([each.outputs.y_pred for each in passes], 0)
+    found = step.loss((None, *batch[1:]), Outputs(y_pred, [None], []), [], values, 6)
+    for path, value in everything(model).items():
+        np.testing.assert_array_equal(value, before[path], err_msg=path)
+    expected = ((np.array(y_pred) - Y) ** 2).mean()
+    np.testing.assert_allclose(float(found.loss), expected)
+    np.testing.assert_allclose(float(found.logs["mae"]), np.abs(np.array(y_pred) - Y).mean())
+    step.write(written, passes[-1].moments, found)
+    assert int(model.layers[1].seed_generator.state[1]) == 2  # one draw for each micro-batch
+    np.testing.assert_allclose(float(model.get_metrics_result()["loss"]), expected)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from keras import layers, losses, ops
 
-from macrobatch._keras import report
+from macrobatch._keras import probes, report
 from macrobatch._keras.losses import (
     Count,
     MicroBatch,
@@ -215,3 +215,14 @@ def test_added_values_are_of_examples_only_if_there_are_more_for_more_examples(k
 
 def test_counts_have_no_padding_of_their_own():
     assert Count(1.0).padding == 0.0
+
+
+def test_a_probe_in_float32_finds_what_one_in_float64_finds():
+    found = []
+    for dtype in ("float64", "float32"):
+        keras.config.set_floatx(dtype)
+        keras.config.set_dtype_policy(dtype)
+        for probe in (probes._pads_masks, probes.activity_losses_are_means):
+            probe.cache_clear()
+        found.append((probes.mask_padding(), probes.activity_losses_are_means()))
+    assert found[0] == found[1]

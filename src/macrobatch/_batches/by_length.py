@@ -39,8 +39,6 @@ class ByLength(MicroBatches):
         starts: of the micro-batches in that order, and the end.
     """
 
-    has_lengths = True
-
     def __init__(
         self,
         batch: Batch,

@@ -54,8 +54,6 @@ class Padding:
 
     def check(self, loop: Loop, model: ModelStep, micro_batches: MicroBatches) -> None:
         """Tries, once, whether anything depends on padding."""
-        if not micro_batches.has_lengths:
-            return
         outcomes = [lambda micro_batch: self._outcome(loop, model, micro_batch)]
         if model.trained:
             outcomes.append(_of_moved_weights(loop, model, micro_batches))

@@ -129,7 +129,7 @@ class Steps:
         self.is_new = False
 
     def _model_step(self, training: bool, micro_batches: MicroBatches) -> ModelStep:
-        uncut = micro_batches.uncut_fraction if micro_batches.has_lengths else None
+        uncut = micro_batches.uncut_fraction
         return ModelStep(self.model, training, ENGINE, self.micro_batch_weight, uncut)
 
     def _step_to_build_with(self, training: bool) -> Any:

@@ -162,27 +162,23 @@ def _named(
     one of the first. What still differs has another cause.
     """
     layers: List[str] = []
-    values: List[str] = []
     known: calls.Outputs = {}
-    while len(layers) < NAMED:
-        recorded = []
-        passes = []
+    while True:
+        recorded, passes = [], []
         for place, micro_batch in enumerate(groups.micro_batches):
             outputs = {index: made[place] for index, made in known.items()}
             with calls.watched(outputs, engine) as found:
                 passes.append(run(micro_batch))
             recorded.append(found)
-        values = compare.meeting(passes)
         culprits = compare.culprits(recorded)
         if not culprits:
-            break
+            return Verdict(_unique(layers), compare.meeting(passes))
         for culprit in culprits:
-            layers.append(culprit[0].name)
-            made = compare.as_if_apart(culprit)
+            made = compare.as_if_apart(culprit) if len(layers) < NAMED else None
             if made is None:  # What follows cannot be told from what this layer causes.
-                return Verdict(_unique(layers))
+                return Verdict(_unique([*layers, culprit[0].name])[:NAMED])
+            layers.append(culprit[0].name)
             known[culprit[0].start] = made
-    return Verdict(_unique(layers), values)
 
 
 class _Comparison:

@@ -62,11 +62,10 @@ class Tried(ModelStep):
         """Where examples meet, in the words of the model."""
         layers: List[str] = list(verdict.layers)
         losses: List[str] = []
-        for value in verdict.values:
-            kind, index = value.split()
-            if kind == LOSS:
-                term = self.terms[int(index)]
-                (layers if term.is_added else losses).append(term.name)
-            elif not layers:  # Nobody knows in which of them.
-                layers.append(self.model.name)
+        kinds = [value.split() for value in verdict.values]
+        if any(kind == PREDICTIONS for kind, _ in kinds):  # Losses have it from them.
+            return Causes(layers or [self.model.name], [])
+        for _, index in kinds:
+            term = self.terms[int(index)]
+            (layers if term.is_added else losses).append(term.name)
         return Causes(list(dict.fromkeys(layers)), list(dict.fromkeys(losses)))

@@ -8,7 +8,7 @@ from typing import Any, Callable, List, NamedTuple
 
 import tensorflow as tf
 
-from macrobatch._tensorflow import leaves, loop_checks, sums
+from macrobatch._tensorflow import graph, leaves, loop_checks, sums
 from macrobatch._types import Run, Size, Tensor
 
 
@@ -65,10 +65,11 @@ class All:
         """Room for a value of each micro-batch of the run."""
         loop_checks.aux_has_rank(like)
         shape = [None, *like.shape[1:]] if like.shape.rank else []
-        # XLA compiles the loop also for a tail that is empty, and writes to an array that must
-        # not be.
-        count = self._run.count
-        size = count if isinstance(count, int) else tf.maximum(count, 1)
+        size = self._run.count
+        if graph.in_xla() and not isinstance(size, int):
+            # It compiles the loop also for a tail that is empty, and writes to an array that must
+            # not be.
+            size = tf.maximum(size, 1)
         return tf.TensorArray(like.dtype, size, element_shape=shape, infer_shape=False)
 
     def push(self, arrays: Any, parts: Any, index: Size) -> Any:
@@ -82,7 +83,12 @@ class All:
 
     def _joined(self, array: tf.TensorArray, like: Tensor) -> Tensor:
         if like.shape.rank and not self._run.static:
-            return array.concat()
+            if like.shape[1:].is_fully_defined() or graph.in_xla():
+                return array.concat()
+            # On a replica without examples nothing tells the other sizes.
+            nothing = tf.zeros([size or 0 for size in [0, *like.shape[1:]]], like.dtype)
+            is_any = tf.convert_to_tensor(self._run.count > 0)
+            return tf.cond(is_any, array.concat, lambda: nothing)
         # In XLA, where sizes are static, arrays can be stacked.
         values = array.stack()[: self._run.count]
         if not like.shape.rank:

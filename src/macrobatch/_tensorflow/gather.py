@@ -6,7 +6,7 @@ from typing import Any, List
 
 import tensorflow as tf
 
-from macrobatch._tensorflow import leaves, replicas
+from macrobatch._tensorflow import leaves, loop_checks, replicas
 from macrobatch._types import Size, Tensor
 
 
@@ -26,7 +26,8 @@ class Gathered:
         self.examples, self._own, self._start = examples, examples, 0
         if replicas.in_several():
             sizes = _of_all_replicas(tf.convert_to_tensor([examples]))[:, 0]
-            self.examples = tf.reduce_sum(sizes)
+            total = tf.reduce_sum(sizes)
+            self.examples = int(total) if tf.executing_eagerly() else total
             self._start = tf.reduce_sum(sizes[: _replica()])
 
     def whole(self, nest: Any) -> Any:
@@ -67,22 +68,36 @@ def _of_all_replicas(numbers: Tensor) -> Tensor:
 
 
 def _gathered(parts: List[Tensor]) -> List[Tensor]:
+    """The rows of all replicas, one replica after the other.
+
+    Each replica puts its rows where they belong among zeros, and the sum is what all have. To
+    gather would take half of the bytes, but TensorFlow 2.21 crashes where it gathers from many who
+    all have nothing.
+    """
     if not parts:
         return []
-    context = tf.distribute.get_replica_context()
-    sizes = _of_all_replicas(tf.stack([tf.shape(part)[0] for part in parts]))
+    loop_checks.can_be_gathered(parts)
+    shapes = [tf.shape(part) for part in parts]
+    # One row for each replica; a replica without examples may know sizes of 0 only.
+    of_all = tf.split(_of_all_replicas(tf.concat(shapes, 0)), [p.shape.rank for p in parts], 1)
+    placed = []
+    for part, shape, sizes in zip(parts, shapes, of_all):
+        before = tf.reduce_sum(sizes[: _replica(), 0])
+        after = tf.reduce_sum(sizes[_replica() + 1 :, 0])
+        missing = tf.reduce_max(sizes, 0)[1:] - shape[1:]
+        amounts = tf.stack(
+            [
+                tf.concat([[before], tf.zeros_like(missing)], 0),
+                tf.concat([[after], missing], 0),
+            ],
+            1,
+        )
+        placed.append(tf.pad(tf.cast(part, _sent_as(part.dtype)), amounts))
     found = []
-    for index, part in enumerate(parts):
-        # TensorFlow 2.21 crashes where it gathers from many who all have nothing: each replica
-        # sends a row more, which is left out again.
-        sent = tf.cast(part, _sent_as(part.dtype)) if part.dtype != tf.string else part
-        nothing = tf.zeros(tf.concat([[1], tf.shape(part)[1:]], 0), sent.dtype)
-        rows = context.all_gather(tf.concat([nothing, sent], 0), axis=0)
-        own = sizes[:, index]
-        places = tf.range(tf.reduce_sum(own)) + tf.repeat(tf.range(1, replicas.count() + 1), own)
-        rows = tf.gather(rows, places)
+    for part, rows in zip(parts, replicas.sum_over_replicas(placed)):
+        rows = tf.cast(rows, part.dtype)
         rows.set_shape([None, *part.shape[1:]])
-        found.append(tf.cast(rows, part.dtype) if part.dtype != tf.string else rows)
+        found.append(rows)
     return found
 
 

@@ -79,6 +79,19 @@ LOSSES_DIFFER = (
 )
 
 
+def can_be_gathered(tensors: Iterable[Any]) -> None:
+    """Raises for tensors that replicas cannot exchange."""
+    kinds = {tensor.dtype.name for tensor in tensors}
+    unknown = sorted(kinds & {"string", "complex64", "complex128", "variant", "resource"})
+    if unknown:
+        raise ValueError(
+            "Replicas must exchange what the loss of the whole batch sees: outputs, labels and "
+            "weights, and inputs where compute_loss or compute_metrics is overridden, or with "
+            f"forward=. Received: tensors of dtype {unknown}. Expected: numbers or booleans. "
+            "Convert them in the dataset."
+        )
+
+
 def is_not_sparse(name: str, kind: str) -> None:
     """Raises for an output that TensorFlow has no gradients for."""
     if kind == "sparse":

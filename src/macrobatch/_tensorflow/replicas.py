@@ -91,7 +91,8 @@ def sum_over_replicas(values: List[Any]) -> List[Any]:
 def _with_a_row(value: Any) -> Any:
     """Rows of a table, and one that is none: TensorFlow 2.21 crashes where nobody has any."""
     if not isinstance(value, tf.IndexedSlices):
-        return value
+        # What comes out of a loop has no device, of which TensorFlow makes an error on workers.
+        return tf.identity(value)
     none = tf.zeros(tf.concat([[1], tf.shape(value.values)[1:]], 0), value.dtype)
     indices = tf.concat([value.indices, tf.constant([-1], value.indices.dtype)], 0)
     return tf.IndexedSlices(tf.concat([value.values, none], 0), indices, value.dense_shape)

@@ -1,0 +1,153 @@
+"""Mutants of the trial whether examples meet: the formula, the groups, names, what is left behind."""
+
+from mutant import Mutant
+
+ROOM, FIT = "rooms/test_meeting.py::test_", "fit/test_examples_that_meet.py::test_"
+LOSS_FN = "loops/test_loss_fn_that_compares.py::test_"
+MEETING, CALLS, TRIED = "_keras/meeting.py", "_keras/calls.py", "_keras/tried.py"
+TAP, TRIAL = "_tensorflow/tap.py", "_meeting.py"
+
+MUTANTS = [
+    Mutant(
+        "meet: a wrong sign in the formula",
+        MEETING,
+        "abs(here - other_a - other_b + both)",
+        "abs(here - other_a + other_b - both)",
+        (ROOM + "sums_and_rows_of_each_example_are_apart",),
+    ),
+    Mutant(
+        "meet: sums are not tried",
+        MEETING,
+        "            return self._is_sum(values)\n",
+        "            return True\n",
+        (ROOM + "what_meets_is_found",),
+    ),
+    Mutant(
+        "meet: only the first rows are compared",
+        MEETING,
+        "        pairs += [(lasts[0], lasts[1]), (lasts[2], lasts[3])]\n",
+        "",
+        (ROOM + "what_meets_is_found",),
+    ),
+    Mutant(
+        "meet: only the last rows are compared",
+        MEETING,
+        "        pairs = [(firsts[0], firsts[2]), (firsts[1], firsts[3])]\n",
+        "        pairs = []\n",
+        (ROOM + "what_meets_is_found",),
+    ),
+    Mutant(
+        "meet: small batches have no other examples",
+        MEETING,
+        "else (examples - first, 0)",
+        "else (0, first)",
+        (ROOM + "groups_are_of_the_batch_and_differ",),
+    ),
+    Mutant(
+        "meet: one tolerance for all dtypes",
+        MEETING,
+        '        return DOUBLE if name == "float64" else SINGLE\n',
+        "        return COARSE\n",
+        (ROOM + "tolerances",),
+    ),
+    Mutant(
+        "meet: float64 is taken for exact in sums",
+        MEETING,
+        "DOUBLE = Tolerance(rows=1e-9, spread=1e-5, size=1e-6)",
+        "DOUBLE = Tolerance(rows=1e-9, spread=1e-12, size=1e-12)",
+        (ROOM + "a_sum_of_float32_inside_of_float64_is_no_meeting",),
+    ),
+    Mutant(
+        "meet: draws are taken for other examples",
+        MEETING,
+        "            return Verdict(is_random=True)\n",
+        "            pass\n",
+        (ROOM + "draws_that_are_not_put_back_leave_no_verdict",),
+    ),
+    Mutant(
+        "meet: BatchNormalization takes the moments of each run",
+        "_keras/batch_norm.py",
+        "    if place == len(first.setdefault(layer, [])):\n",
+        "    return plain(layer, inputs, mask)\n    if place == len(first.setdefault(layer, [])):\n",
+        (ROOM + "batch_normalization_is_frozen",),
+    ),
+    Mutant(
+        "meet: a layer that is known hides what follows",
+        CALLS,
+        "        if start in instead:\n",
+        "        if False:\n",
+        (ROOM + "what_meets_besides_is_named_too",),
+    ),
+    Mutant(
+        "meet: a layer is named for what is in it",
+        MEETING,
+        "            if not inside and self._is_culprit(same)",
+        "            if self._is_culprit(same)",
+        (FIT + "an_operation_of_a_functional_model_is_named",),
+    ),
+    Mutant(
+        "meet: layers that inherit are named",
+        MEETING,
+        "        return all(self._along_any(values) is not False for values in inputs)\n",
+        "        return True\n",
+        (ROOM + "layers_are_named_and_what_follows_is_not",),
+    ),
+    Mutant(
+        "meet: the loss of a micro-batch, not its numerator",
+        TRIED,
+        'found[f"{LOSS} {index}"] = term.numerator',
+        'found[f"{LOSS} {index}"] = term.numerator / (\n'
+        "                    1.0 if term.counted is None else self.counts[term.counted].own\n"
+        "                )",
+        (FIT + "masked_tokens_are_silent",),
+    ),
+    Mutant(
+        "meet: what the trial writes stays",
+        TAP,
+        "        variable.assign(value)\n",
+        "        pass\n",
+        (FIT + "the_trial_writes_nothing",),
+    ),
+    Mutant(
+        "meet: each batch is tried",
+        "_fit/meeting.py",
+        "        self._tap.close()\n",
+        "",
+        (FIT + "once_for_what_is_compiled",),
+    ),
+    Mutant(
+        "meet: what is compiled again is not tried",
+        "_fit/install.py",
+        "            self.meeting.start()\n",
+        "",
+        (FIT + "once_for_what_is_compiled",),
+    ),
+    Mutant(
+        "meet: batches that are not cut are tried",
+        TRIAL,
+        "    return several or cut.size is None or examples > cut.size\n",
+        "    return True\n",
+        (FIT + "a_batch_that_is_not_cut_is_silent", LOSS_FN + "a_batch_that_is_not_cut_is_silent"),
+    ),
+    Mutant(
+        "meet: one example is taken for a group",
+        "_fit/meeting.py",
+        "if self._rows is None and examples > 1 and",
+        "if self._rows is None and",
+        (FIT + "examples_that_come_later",),
+    ),
+    Mutant(
+        "meet: a model is kept by the function that its examples go to",
+        TAP,
+        "reference = graph.specs_of(rows), weakref.ref(self)",
+        "reference = graph.specs_of(rows), lambda: self",
+        ("fit/test_hard_cases.py::test_nothing_is_kept_of_models_that_are_gone",),
+    ),
+    Mutant(
+        "meet: a loss_fn is tried again and again",
+        TRIAL,
+        "        _done.add(self._code, None, self._variables)\n",
+        "",
+        (LOSS_FN + "a_loss_in_which_examples_meet",),
+    ),
+]

@@ -1,0 +1,156 @@
+"""Whether examples meet: groups, the formula, tolerances, and names. Runs on NumPy too."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+from macrobatch._keras import meeting
+from macrobatch._types import BatchEngine
+
+
+class Slicing(BatchEngine):
+    def slice_of(self, leaf, start, size, static):
+        return leaf[start : start + size]
+
+
+ENGINE = Slicing()
+
+
+def groups(examples=20, size=6, dtype="float64"):
+    x = np.random.default_rng(0).normal(size=[examples, 3]).astype(dtype)
+    return meeting.groups({"x": x, "none": None}, examples, size, ENGINE)
+
+
+def find(run, is_coarse=False, **options):
+    of_array = lambda batch: run(ops.convert_to_tensor(batch["x"]))  # noqa: E731
+    return meeting.find(of_array, groups(**options), ENGINE, is_coarse)
+
+
+def values(run, **options):
+    return list(find(run, **options).values)
+
+
+@pytest.mark.parametrize("examples", [2, 3, 5, 6, 7, 11, 12, 20])
+@pytest.mark.parametrize("size", [2, 5, 6])
+def test_groups_are_of_the_batch_and_differ(examples, size):
+    found = meeting.groups(np.arange(examples), examples, size, ENGINE)
+    assert found.size == min(size, examples)
+    here, other_a, other_b, both = (np.split(each, [found.first]) for each in found.micro_batches)
+    np.testing.assert_array_equal(np.concatenate(here), np.arange(found.size))
+    for left, right in [(other_a[1], here[1]), (other_b[0], here[0])]:
+        np.testing.assert_array_equal(left, right)
+    for left, right in [(both[0], other_a[0]), (both[1], other_b[1])]:
+        np.testing.assert_array_equal(left, right)
+    assert (other_a[0] != here[0]).any()
+    assert (other_b[1] != here[1]).any()
+
+
+def test_one_example_is_no_group():
+    assert meeting.groups(np.arange(1), 1, 6, ENGINE) is None
+
+
+@pytest.mark.parametrize("examples", [2, 3, 7, 20])
+def test_sums_and_rows_of_each_example_are_apart(examples):
+    found = values(
+        lambda x: {
+            "sum": ops.sum(ops.square(x)) + 1e3,
+            "mean": ops.mean(ops.exp(x)),
+            "rows": ops.tanh(x),
+            "positions": ops.reshape(x, (-1,)),
+            "not comparable": ops.sum(x)[None],
+            "numbers": ops.argmax(x, axis=1),
+        },
+        examples=examples,
+    )
+    assert found == []
+
+
+@pytest.mark.parametrize("examples", [2, 3, 7, 20])
+@pytest.mark.parametrize(
+    "meets",
+    [
+        lambda x: ops.square(ops.sum(x)),
+        lambda x: ops.log(ops.sum(ops.exp(x))),
+        lambda x: x - ops.mean(x, axis=0),
+        lambda x: ops.cumsum(x, axis=0),  # Only later rows depend on others.
+        lambda x: ops.flip(ops.cumsum(ops.flip(x, 0), 0), 0),  # Only earlier ones do.
+        lambda x: ops.where(ops.max(x) > 10, x, x / ops.max(ops.abs(x))),
+    ],
+)
+def test_what_meets_is_found(meets, examples):
+    assert values(lambda x: {"apart": ops.sum(x), "meets": meets(x)}, examples=examples) == [
+        "meets"
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
+def test_tolerances(dtype):
+    """Rounding of the dtype is none of the examples' business; ten times a tolerance is."""
+    tolerance = {"float16": meeting.COARSE, "float32": meeting.SINGLE, "float64": meeting.DOUBLE}
+
+    def run(factor):
+        def rows(x):
+            x = ops.cast(x, dtype)
+            return {"rows": x + ops.cast(factor * tolerance[dtype].rows * ops.sum(x), dtype)}
+
+        return values(rows, dtype=dtype)
+
+    assert run(0.01) == []
+    assert run(10.0) == ["rows"]
+
+
+def test_a_sum_of_float32_inside_of_float64_is_no_meeting():
+    assert values(lambda x: {"sum": ops.cast(ops.sum(ops.cast(x, "float32")), "float64")}) == []
+
+
+def test_numbers_that_are_not_finite():
+    infinite = float("inf")
+    assert values(lambda x: {"sum": ops.sum(x) * infinite, "rows": x * infinite}) == []
+    assert values(lambda x: {"rows": ops.where(ops.max(x) > 2.1, x * infinite, x)}) in (
+        ["rows"],
+        [],
+    )
+
+
+def test_draws_that_are_not_put_back_leave_no_verdict():
+    random = np.random.default_rng(0)
+    verdict = find(lambda x: {"rows": x + random.normal(size=[3])})
+    assert verdict == meeting.Verdict(is_random=True)
+
+
+class Centred(layers.Layer):
+    def call(self, x):
+        return x - ops.mean(x, axis=0, keepdims=True)
+
+
+def named(*inner, of=lambda y: {"y": y}):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.Input([3]), *inner])
+    return find(lambda x: of(model(x, training=True)))
+
+
+def test_layers_are_named_and_what_follows_is_not():
+    dense = [layers.Dense(3, activation="tanh", dtype="float64") for _ in range(2)]
+    verdict = named(dense[0], Centred(name="culprit", dtype="float64"), dense[1])
+    assert verdict == meeting.Verdict(["culprit"], [])
+
+
+def test_what_meets_besides_is_named_too():
+    parts = [Centred(name=n, dtype="float64") for n in ("one", "two")]
+    between = layers.Dense(3, activation="tanh", dtype="float64")
+    verdict = named(
+        parts[0],
+        between,
+        parts[1],
+        of=lambda y: {"y": y, "soft": ops.log(ops.sum(ops.exp(y))), "sum": ops.sum(y)},
+    )
+    assert verdict == meeting.Verdict(["one", "two"], ["soft"])
+
+
+def test_batch_normalization_is_frozen():
+    normalized = layers.BatchNormalization(dtype="float64")
+    assert named(normalized) == meeting.Verdict()
+    culprit = Centred(name="culprit", dtype="float64")
+    tanh = layers.Activation("tanh", dtype="float64")
+    assert named(normalized, tanh, culprit).layers == ["culprit"]
