@@ -8,11 +8,13 @@ The ways in, one file each:
     _accumulate                  accumulate, release: Keras' fit() and evaluate()
     _value_and_gradients         value_and_gradients: a step of your own, the whole batch in hand
     _gradient_accumulator        GradientAccumulator: micro-batches that arrive one by one
+    _verify                      verify: is it exact for this model and this batch, and if not, why
 
 The rooms, in the order of the data flow. A room imports only from those above it:
 
     _types, _checks, _internals  names of what passes; messages; private names of Keras, TensorFlow
     _patch                       a function of somebody else's, replaced for a while
+    _internals_verify            more of these names, for copies of models
     _batches                     batch -> micro-batches, in order or by length
     _keras                       model, loss and metrics of a micro-batch, from values to values
     _tensorflow                  the engine: graph, sums, the loop, replicas, the update
@@ -34,6 +36,7 @@ if _TYPE_CHECKING:
     from macrobatch._checks import ExactnessWarning
     from macrobatch._gradient_accumulator import GradientAccumulator
     from macrobatch._value_and_gradients import value_and_gradients
+    from macrobatch._verify.verify import verify
     from macrobatch._workers.wait import wait_for_workers
 
 __version__ = "0.1.0"
@@ -44,6 +47,7 @@ __all__ = [
     "accumulate",
     "release",
     "value_and_gradients",
+    "verify",
     "wait_for_workers",
 ]
 
@@ -53,6 +57,7 @@ _ROOMS = {
     "accumulate": "_accumulate",
     "release": "_accumulate",
     "value_and_gradients": "_value_and_gradients",
+    "verify": "_verify.verify",
     "wait_for_workers": "_workers.wait",
 }
 

@@ -1,6 +1,6 @@
 """accumulate and release: fit() on whole batches, in the memory of micro-batches."""
 
-from typing import Any, Callable, Optional, TypeVar
+from typing import Any, Callable, Dict, Optional, TypeVar
 
 from macrobatch._batches import checks as batch_checks
 from macrobatch._batches.cut import Cut
@@ -126,3 +126,20 @@ def release(model: Model) -> Model:
     if accumulation is not None:
         accumulation.uninstall()
     return model
+
+
+def settings_of(model: Any) -> Optional[Dict[str, Any]]:
+    """What `accumulate` was called with, by name, without what was left out; None if it was not."""
+    accumulation = install.accumulation_of(model)
+    if accumulation is None:
+        return None
+    cut = accumulation.cut
+    settings = {
+        "micro_batch_size": cut.size,
+        "micro_batch_tokens": cut.tokens,
+        "sequence_axis": cut.axis,
+        "lengths": cut.lengths,
+        "micro_batch_weight": accumulation.micro_batch_weight,
+        "whole_batch_loss": True if isinstance(accumulation, WholeBatchAccumulation) else None,
+    }
+    return {name: value for name, value in settings.items() if value is not None}

@@ -34,6 +34,16 @@ class Patch:
         """Whether this thread is inside the context."""
         return getattr(self._local, "value", None) is not None
 
+    @contextlib.contextmanager
+    def beneath(self, other: Callable[..., Any]) -> Iterator[None]:
+        """Lets everybody who calls the function call another one, which gets the function first."""
+        self._install()
+        self._local.other = other
+        try:
+            yield
+        finally:
+            self._local.other = None
+
     def _install(self) -> None:
         place = self._place()
         with self._installing:
@@ -44,9 +54,11 @@ class Patch:
             @functools.wraps(function)
             def call(*args: Any, **kwargs: Any) -> Any:
                 value = getattr(self._local, "value", None)
+                other = getattr(self._local, "other", None)
+                plain = function if other is None else functools.partial(other, function)
                 if value is None:
-                    return function(*args, **kwargs)
-                return self._instead(function, value, *args, **kwargs)
+                    return plain(*args, **kwargs)
+                return self._instead(plain, value, *args, **kwargs)
 
             self._installed = call
             setattr(place, self._name, call)

@@ -1,4 +1,5 @@
-"""The command `macrobatch`: its arguments. What `macrobatch run` does is in _workers.launch.
+"""The command `macrobatch`: its arguments. What `macrobatch run` does is in _workers.launch, what
+`macrobatch verify` does in _verify.command.
 
 Nothing here uses TensorFlow, which takes seconds to import.
 """
@@ -6,9 +7,10 @@ Nothing here uses TensorFlow, which takes seconds to import.
 import argparse
 import os
 import sys
-from typing import List, Optional, Sequence
+from typing import Any, List, Optional, Sequence
 
 from macrobatch import __version__
+from macrobatch._verify import command as verification
 from macrobatch._workers import launch
 
 
@@ -18,7 +20,13 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--version", action="version", version=f"macrobatch {__version__}")
     commands = parser.add_subparsers(metavar="command", dest="command")
     commands.required = True
-    run = commands.add_parser(
+    run, verify = _add_run(commands), _add_verify(commands)
+    options = parser.parse_args(arguments)
+    return _verify(verify, options) if options.command == "verify" else _run(run, options)
+
+
+def _add_run(commands: Any) -> argparse.ArgumentParser:
+    run: argparse.ArgumentParser = commands.add_parser(
         "run",
         allow_abbrev=False,
         usage="macrobatch run --workers N [--devices-per-worker N] (script.py | -m module) ...",
@@ -37,7 +45,47 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     )
     run.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     run.add_argument("script", nargs=argparse.REMAINDER, help="what to run, with its arguments")
-    options = parser.parse_args(arguments)
+    return run
+
+
+def _add_verify(commands: Any) -> argparse.ArgumentParser:
+    verify: argparse.ArgumentParser = commands.add_parser(
+        "verify",
+        allow_abbrev=False,
+        usage="macrobatch verify [--micro-batch-size N] [--json] (script.py ... | module:function)",
+        help="is the accumulated update that of the whole batch, for your model and data?",
+        description="Compares the accumulated update with that of the whole batch, and explains a "
+        "difference. A script runs until its first fit(), whose model and first batch are taken. "
+        "A function returns them: (model, x, y). Exit code 0: exact; 1: not exact; 2: could not "
+        "tell.",
+        epilog="Example: macrobatch verify --micro-batch-size 8 train.py --epochs 3",
+    )
+    sizes = {
+        "--micro-batch-size": "examples in a micro-batch. If nothing is given, the model's own "
+        "settings, which it has from macrobatch.accumulate",
+        "--micro-batch-tokens": "instead, the most that examples times the longest of them may be",
+        "--sequence-axis": "the axis along which sequences are padded",
+    }
+    for name, text in sizes.items():
+        verify.add_argument(name, type=int, metavar="N", help=text)
+    verify.add_argument(
+        "--whole-batch-loss", action="store_true", help="as accumulate(..., whole_batch_loss=True)"
+    )
+    verify.add_argument("--json", action="store_true", help="print the report as JSON")
+    verify.add_argument("target", nargs=argparse.REMAINDER, help="what to verify")
+    return verify
+
+
+def _verify(parser: argparse.ArgumentParser, options: Any) -> int:
+    if not options.target:
+        parser.error("a script.py, or module:function, must follow the options. Received: none.")
+    names = ("micro_batch_size", "micro_batch_tokens", "sequence_axis", "whole_batch_loss")
+    settings = {name: getattr(options, name) for name in names}
+    given = {name: v for name, v in settings.items() if v is not None and v is not False}
+    return verification.run(options.target, given, options.json)
+
+
+def _run(run: argparse.ArgumentParser, options: Any) -> int:
     command = options.script if options.module is None else ["-m", *options.module]
     devices = options.devices_per_worker
     try:

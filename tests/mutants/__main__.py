@@ -21,13 +21,14 @@ import meeting
 import replicas
 import sequences
 import steps
+import verify
 import whole_batch
 import windows
 from mutant import Mutant
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
-ROOMS = (fit, loops, windows, replicas, sequences, meeting, whole_batch, steps)
+ROOMS = (fit, loops, windows, replicas, sequences, meeting, whole_batch, steps, verify)
 ALL = [mutant for room in ROOMS for mutant in room.MUTANTS]
 TIMEOUT = 300  # replicas that disagree may wait for each other for ever
 

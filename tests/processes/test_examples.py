@@ -87,6 +87,7 @@ def blocks_of(page):
         "docs/coupled-losses.md",
         "docs/examples-that-meet.md",
         "docs/train-steps.md",
+        "docs/verify.md",
     ],
 )
 def test_code_in_the_documentation(page, tmp_path):

@@ -8,6 +8,7 @@ def test_public_names():
         "accumulate",
         "release",
         "value_and_gradients",
+        "verify",
         "wait_for_workers",
     ]
     assert all(hasattr(macrobatch, name) for name in macrobatch.__all__)

@@ -24,6 +24,7 @@ class Meeting:
 
     Attributes:
         with_losses: whether losses are tried too, and not only layers.
+        is_wanted: whether there are to be trials at all.
     """
 
     def __init__(
@@ -45,14 +46,15 @@ class Meeting:
                 a method `found`, as Tried has, and a method `messages` of groups and a verdict.
         """
         self._model, self._cut, self._strategy = model, cut, strategy
-        self.with_losses, self._tried = with_losses, tried
+        self.with_losses, self.is_wanted, self._tried = with_losses, True, tried
         self._tap = Tap(self._receive)
         self._rows: Optional[Batch] = None
 
     def start(self) -> None:
         """Lets a trial be made with the next batch."""
         self._rows = None
-        self._tap.open()
+        if self.is_wanted:
+            self._tap.open()
 
     def watching(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """A function of a batch that lets the trial have its first examples."""

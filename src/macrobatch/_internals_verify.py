@@ -1,0 +1,109 @@
+"""More private names of Keras and TensorFlow, each with the reason: those with which `verify` works
+on a copy of a model and puts everything back. tests/rooms/test_internals_verify.py names each.
+"""
+
+import contextlib
+from typing import Any, Dict, Iterator
+
+from macrobatch import _internals
+from macrobatch._patch import Patch
+
+# Random numbers
+
+
+def _random_of_backend() -> Any:
+    from keras.src.backend import random
+
+    return random
+
+
+# All random layers, and keras.random, draw with these functions of the backend. All but the last
+# take a shape first. The context is entered with what is called instead.
+with_draws = {
+    name: Patch(
+        _random_of_backend,
+        name,
+        lambda draw, instead, *args, **kwargs: instead(draw, *args, **kwargs),
+    )
+    for name in (
+        *("normal", "uniform", "truncated_normal", "randint"),
+        *("gamma", "binomial", "beta", "categorical"),
+    )
+}
+
+
+# Models
+
+
+def copy_of_model(model: Any) -> Any:
+    """Another model of the same layers and variables, whose attributes can be set apart.
+
+    `copy.copy` would make new variables. Lists of TensorFlow's for checkpoints are its own.
+    """
+    copied = _internals.shallow_copy(model)
+    for name, value in vars(model).items():
+        if name.startswith("_self_") and isinstance(value, (list, dict)):
+            vars(copied)[name] = value.copy()
+    return copied
+
+
+def compile_arguments(model: Any) -> Dict[str, Any]:
+    """What `keras.Model.compile` was called with. The public config has it serialised."""
+    return dict(model._compile_config.config)
+
+
+def in_float64(loss: Any) -> Any:
+    """A loss that computes in float64. Its dtype is fixed when it is made."""
+    copied = _internals.shallow_copy(loss)
+    copied._dtype = "float64"
+    return copied
+
+
+# Data
+
+
+def data_of_fit(x: Any, **options: Any) -> Any:
+    """What `fit` makes of its data: an object with `get_tf_dataset()` and `num_batches`.
+
+    It knows all kinds of data that `fit` takes, and makes sample weights of class weights.
+    """
+    from keras.src.trainers.data_adapters import get_data_adapter
+
+    return get_data_adapter(x, **options)
+
+
+# Global state
+
+# What Keras numbers new names with, and draws from where nobody gives a seed.
+_NAMES, _SEEDS = "object_name_uids", "global_seed_generator"
+
+
+@contextlib.contextmanager
+def same_global_state() -> Iterator[None]:
+    """Puts back the names that Keras gives next, and the seeds that it and TensorFlow draw from."""
+    from keras.src.backend.common import global_state
+    from tensorflow.python.eager import context
+    from tensorflow.python.ops import stateful_random_ops
+
+    names = global_state.get_global_attribute(_NAMES)
+    counted = dict(names or {})
+    of_keras = global_state.get_global_attribute(_SEEDS)
+    # The public function makes a generator where there is none.
+    of_tensorflow = stateful_random_ops.global_generator
+    states = [each.state for each in (of_keras, of_tensorflow) if each is not None]
+    values = [state.numpy() for state in states]
+    of_operations = getattr(context.context(), "_rng", None)  # there once a seed was set
+    drawn = None if of_operations is None else of_operations.getstate()
+    try:
+        yield
+    finally:
+        if names is not None:
+            names.clear()
+            names.update(counted)
+        global_state.set_global_attribute(_NAMES, names)
+        global_state.set_global_attribute(_SEEDS, of_keras)
+        stateful_random_ops.global_generator = of_tensorflow
+        for state, value in zip(states, values):
+            state.assign(value)
+        if of_operations is not None:
+            of_operations.setstate(drawn)

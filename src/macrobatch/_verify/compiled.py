@@ -1,0 +1,74 @@
+"""A copy is compiled as its model is: same loss, and copies of its optimizer and its metrics."""
+
+from typing import Any, Callable, Tuple
+
+import keras
+import tensorflow as tf
+
+from macrobatch import _internals, _internals_verify
+from macrobatch._verify.report import one_line
+
+SHORT = 160  # characters of an error in a note
+
+
+def alike(
+    model: Any, other: Any, loss: Callable[[Any], Any] = lambda loss: loss
+) -> Tuple[str, ...]:
+    """Compiles a model as another one is, with copies of its optimizer and metrics."""
+    arguments = _internals_verify.compile_arguments(model)
+    arguments["jit_compile"] = False  # XLA would compile the same arithmetic, for minutes
+    arguments["steps_per_execution"] = 1
+    arguments["loss"] = _mapped(arguments["loss"], keras.losses.Loss, loss)
+    for name in ("metrics", "weighted_metrics"):
+        arguments[name] = _mapped(arguments[name], keras.metrics.Metric, _made_anew)
+    arguments["optimizer"], notes = _optimizer_like(model.optimizer, other)
+    # Keras wraps an optimizer in a loss scale, which the copy already is.
+    keras.Model.compile(other, **arguments, auto_scale_loss=False)
+    return notes
+
+
+def by_own_compile(model: Any, other: Any) -> Tuple[str, ...]:
+    """Gives a model that has its own compile another optimizer."""
+    optimizer, notes = _optimizer_like(model.optimizer, other) if model.optimizer else (None, ())
+    vars(other).update(optimizer=optimizer, train_function=None, test_function=None)
+    vars(other)["_jit_compile"] = False
+    return notes
+
+
+def _mapped(nest: Any, kind: Any, function: Callable[[Any], Any]) -> Any:
+    if isinstance(nest, dict):
+        return {key: _mapped(each, kind, function) for key, each in nest.items()}
+    if isinstance(nest, (list, tuple)):
+        return [_mapped(each, kind, function) for each in nest]
+    return function(nest) if isinstance(nest, kind) else nest
+
+
+def _made_anew(metric: Any) -> Any:
+    try:
+        return type(metric).from_config(metric.get_config())
+    except Exception:  # a metric of the user's that has no config is shared, and put back
+        return metric
+
+
+def _optimizer_like(optimizer: Any, model: Any) -> Tuple[Any, Tuple[str, ...]]:
+    """A copy of an optimizer, with its variables, for the variables of a model."""
+    try:
+        made = type(optimizer).from_config(optimizer.get_config())
+    except Exception as error:
+        made = keras.optimizers.SGD(1.0)
+        note = (
+            f"The optimizer cannot be copied ({one_line(error, SHORT)}). Gradients are compared, "
+            "and updates of SGD in its place."
+        )
+        made.build(model.trainable_variables)
+        return made, (note,)
+    made.build(model.trainable_variables)
+    if optimizer.built:
+        for variable, other in zip(optimizer.variables, made.variables):
+            other.assign(tf.cast(value_of(variable), other.dtype))
+    return made, ()
+
+
+def value_of(variable: Any) -> Any:
+    """The value of a variable, as an array."""
+    return _internals.raw_value(variable).numpy()

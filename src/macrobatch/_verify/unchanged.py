@@ -1,0 +1,75 @@
+"""Everything that a comparison may touch is put back: variables, seeds, names, Keras' settings."""
+
+import contextlib
+import random
+from typing import Any, Iterator, List
+
+import keras
+import numpy as np
+import tensorflow as tf
+from keras import tree
+
+from macrobatch import _internals, _internals_verify
+from macrobatch._keras import model as models
+from macrobatch._keras.scope import unique
+from macrobatch._types import Variable
+
+
+@contextlib.contextmanager
+def unchanged(model: Any) -> Iterator[None]:
+    """A context after which a model, and what is global, is as it was before."""
+    kept = Values(variables_of(model))
+    numbers, old_numbers = random.getstate(), np.random.get_state()  # noqa: NPY002
+    settings = keras.config.floatx(), keras.config.dtype_policy()
+    with _internals_verify.same_global_state():
+        try:
+            yield
+        finally:
+            kept.put_back()
+            random.setstate(numbers)
+            np.random.set_state(old_numbers)  # noqa: NPY002
+            keras.config.set_floatx(settings[0])
+            keras.config.set_dtype_policy(settings[1])
+
+
+@contextlib.contextmanager
+def in_float64() -> Iterator[None]:
+    """A context in which new layers, losses and metrics compute in float64."""
+    settings = keras.config.floatx(), keras.config.dtype_policy()
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    try:
+        yield
+    finally:
+        keras.config.set_floatx(settings[0])
+        keras.config.set_dtype_policy(settings[1])
+
+
+class Values:
+    """The values of variables, to be put back."""
+
+    def __init__(self, variables: List[Variable]):
+        self._variables = unique(variables)
+        self._values = [tf.identity(_internals.raw_value(v)) for v in self._variables]
+
+    def put_back(self) -> None:
+        """Gives the variables these values again."""
+        for variable, value in zip(self._variables, self._values):
+            variable.assign(value)
+
+
+def variables_of(model: Any) -> List[Variable]:
+    """All variables that training may write: also those of other optimizers that a model has."""
+    optimizers = [
+        each for each in vars(model).values() if isinstance(each, keras.optimizers.Optimizer)
+    ]
+    # Metrics that were given to compile count as those of the model once it has trained.
+    given = _internals_verify.compile_arguments(model)
+    metrics = [
+        each
+        for name in ("metrics", "weighted_metrics")
+        for each in tree.flatten(given[name])
+        if isinstance(each, keras.metrics.Metric)
+    ]
+    others = [variable for each in (*optimizers, *metrics) for variable in each.variables]
+    return [*models.variables_of(model), *models.all_variables(model), *others]

@@ -1,0 +1,152 @@
+"""Mutants of verify: what is compared, what is found, what is put back."""
+
+from mutant import Mutant
+
+TESTS = "fit/test_verify.py::test_"
+EXACT, INEXACT = TESTS + "exact_models", TESTS + "inexact_models"
+UNCHANGED, COMMAND = TESTS + "nothing_changes", "processes/test_verify_command.py::test_"
+COMPARE, CAUSES, REPLAY = (f"_verify/{name}.py" for name in ("compare", "causes", "replay"))
+SUBJECT, PUT_BACK = (f"_verify/{name}.py" for name in ("subject", "unchanged"))
+
+MUTANTS = [
+    Mutant(
+        "verify: rows compared as plain Keras hands them over",
+        COMPARE,
+        "grads if as_keras_does else [sums.dense(gradient) for gradient in grads]",
+        "grads",
+        (TESTS + "repeated_rows_are_plain_keras_being_off",),
+    ),
+    Mutant(
+        "verify: a tolerance for anything",
+        COMPARE,
+        'TOLERANCES = {"float64": 1e-9,',
+        'TOLERANCES = {"float64": 1e-5,',
+        (TESTS + "a_difference_that_nothing_explains",),
+    ),
+    Mutant(
+        "verify: a gradient that is rounding only counts",
+        COMPARE,
+        "LEAST = 1e-6",
+        "LEAST = 0.0",
+        (EXACT + "[softmax-bias]",),
+    ),
+    Mutant(
+        "verify: updates of elements without digits count",
+        COMPARE,
+        "left = np.where(known, left, right)",
+        "pass",
+        (TESTS + "an_optimizer_that_makes_much_of_rounding",),
+    ),
+    Mutant(
+        "verify: each generator goes on drawing",
+        REPLAY,
+        "        if id(seed) not in self._generators:\n",
+        "        return seed\n        if id(seed) not in self._generators:\n",
+        (EXACT + "[random-layers]",),
+    ),
+    Mutant(
+        "verify: each example has draws of its own",
+        REPLAY,
+        "self._shared = {0, *",
+        "self._shared = {*",
+        (EXACT + "[random-layers]",),
+    ),
+    Mutant(
+        "verify: BatchNormalization is not put aside",
+        CAUSES,
+        "return ops.zeros_like(mean), ops.ones_like(variance)",
+        "return mean, variance",
+        (INEXACT + "[batch-norm]",),
+    ),
+    Mutant(
+        "verify: random numbers go unnoticed",
+        CAUSES,
+        "return Found(None, self._tolerance, [messages.random()])",
+        "pass",
+        (TESTS + "draws_that_cannot_be_replayed",),
+    ),
+    Mutant(
+        "verify: rounding is not measured",
+        CAUSES,
+        "leaf[::-1]",
+        "leaf",
+        (TESTS + "a_cast_to_float32_in_a_layer",),
+    ),
+    Mutant(
+        "verify: state does not count",
+        COMPARE,
+        "both = [*self.trained.values(), *self.state.values()]",
+        "both = [*self.trained.values()]",
+        (INEXACT + "[state]",),
+    ),
+    Mutant(
+        "verify: a layer that meets blames the loss behind it",
+        CAUSES,
+        "            wrong = [term for term in terms if term.name in (*met.losses, *met.layers)]\n",
+        "            pass\n",
+        (INEXACT + "[two-causes]",),
+    ),
+    Mutant(
+        "verify: a weight is advised without a trial",
+        CAUSES,
+        "if self._is_right(context, weight) and self._helps(context, micro_batch_weight=weight):",
+        "if True:",
+        (INEXACT + "[dice]",),
+    ),
+    Mutant(
+        "verify: variables are not put back",
+        PUT_BACK,
+        "            variable.assign(value)\n",
+        "            pass\n",
+        (UNCHANGED + "[not_copied-None]",),
+    ),
+    Mutant(
+        "verify: names are not put back",
+        "_internals_verify.py",
+        "            names.update(counted)\n",
+        "            pass\n",
+        (UNCHANGED + "[with_statistics-settings0]",),
+    ),
+    Mutant(
+        "verify: Python's random numbers are not put back",
+        PUT_BACK,
+        "            random.setstate(numbers)\n",
+        "",
+        (UNCHANGED + "[with_statistics-settings0]",),
+    ),
+    Mutant(
+        "verify: a copy without the weights of the optimizer",
+        SUBJECT,
+        "    if optimizer.built:\n",
+        "    if False:\n",
+        (TESTS + "the_optimizer_goes_on_from_where_it_is",),
+    ),
+    Mutant(
+        "verify: any copy will do",
+        SUBJECT,
+        "        if one.shape != other.shape or",
+        "        if False and",
+        (TESTS + "a_copy_that_is_another_model_is_not_used",),
+    ),
+    Mutant(
+        "verify: settings of the model are forgotten",
+        "_accumulate.py",
+        "True if isinstance(accumulation, WholeBatchAccumulation) else None",
+        "None",
+        (TESTS + "whole_batch_loss_as_the_way_out",),
+    ),
+    Mutant(
+        "verify: the exit code tells nothing",
+        "_verify/command.py",
+        "CODES = {True: 0, False: 1, None: 2}",
+        "CODES = {True: 0, False: 0, None: 2}",
+        (COMMAND + "a_script_that_is_not_exact_as_json",),
+    ),
+    Mutant(
+        "verify: fit stays as it was patched",
+        "_verify/capture.py",
+        "            model.fit = fit\n",
+        "            pass\n",
+        (COMMAND + "a_script_runs_until_its_first_fit",),
+    ),
+]
