@@ -9,6 +9,7 @@ import tensorflow as tf
 from fit import step_cases
 from fit.step_cases import CASES
 from support import MODES, assert_same_history, thorough
+from test_accumulator_everywhere import mirrored
 
 import macrobatch
 
@@ -548,7 +549,7 @@ def test_settings_that_do_not_go_with_an_own_step():
     model = step_cases.Guide(inputs, inputs)
     with pytest.raises(ValueError, match=r"sequence_axis=1.*value_and_gradients"):
         macrobatch.accumulate(model, 3, sequence_axis=1)
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    with mirrored(2).scope():
         model = step_cases.guide({})
     with pytest.raises(ValueError, match=r"2 replicas.*value_and_gradients"):
         macrobatch.accumulate(model, 3)

@@ -11,6 +11,7 @@ import tensorflow as tf
 import verify_models as models
 from keras import layers, ops
 from support import thorough
+from test_accumulator_everywhere import mirrored
 from verify_models import EXACT, SIZE, X, Y, compiled, mlp
 
 import macrobatch
@@ -353,7 +354,7 @@ def test_the_first_batch_of_a_dataset():
 
 
 def test_a_model_of_a_strategy_is_compared_on_one_device():
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = mirrored(2)
     with strategy.scope():
         model = mlp()
         with pytest.raises(ValueError, match=r"outside of strategy\.scope"):
