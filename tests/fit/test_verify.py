@@ -486,10 +486,12 @@ def test_an_optimizer_that_makes_much_of_rounding():
     one = whole._replace(gradients={**whole.gradients, path: gradients})
     other = one._replace(
         gradients={**one.gradients, path: gradients * [[-1], [1], [1], [1], [1]]},
-        weights={**one.weights, path: weights + [[0.1], [0], [0], [0], [0]]},
+        weights={**one.weights, path: weights + np.array([[0.1], [0], [0], [0], [0]])},
     )
     assert runs.distance(other, one).largest < 1e-9
-    other = other._replace(weights={**one.weights, path: weights + [[0], [0.1], [0], [0], [0]]})
+    other = other._replace(
+        weights={**one.weights, path: weights + np.array([[0], [0.1], [0], [0], [0]])}
+    )
     assert runs.distance(other, one).largest > 1e-3
 
 

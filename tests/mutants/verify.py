@@ -102,7 +102,7 @@ MUTANTS = [
     ),
     Mutant(
         "verify: names are not put back",
-        "_internals_verify.py",
+        "_internals/copies.py",
         "            names.update(counted)\n",
         "            pass\n",
         (UNCHANGED + "[with_statistics-settings0]",),
@@ -116,7 +116,7 @@ MUTANTS = [
     ),
     Mutant(
         "verify: a copy without the weights of the optimizer",
-        SUBJECT,
+        "_verify/compiled.py",
         "    if optimizer.built:\n",
         "    if False:\n",
         (TESTS + "the_optimizer_goes_on_from_where_it_is",),
