@@ -178,7 +178,8 @@ def test_one_trace_per_signature(mode):
 
     class Counting(layers.Layer):
         def call(self, inputs):
-            traces.append(inputs.shape)
+            if not tf.executing_eagerly():  # as in the trial whether examples meet
+                traces.append(inputs.shape)
             return inputs
 
     model = keras.Sequential([keras.Input([4]), Counting(), layers.Dense(2)])
