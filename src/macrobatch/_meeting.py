@@ -35,8 +35,11 @@ def verdict_of(
 
 
 def is_cut(examples: Size, cut: Cut, several: bool) -> bool:
-    """Whether a batch is cut at all. If not, examples may meet as much as they like."""
-    return several or cut.size is None or examples > cut.size
+    """Whether a batch is cut at all. If not, examples may meet as much as they like.
+
+    One example is not, whoever has it.
+    """
+    return examples > 1 and (several or cut.size is None or examples > cut.size)
 
 
 def size_of(cut: Cut, batch: Batch) -> int:
@@ -75,12 +78,12 @@ class OfForward:
         if graph.in_xla() or self._is_done():
             return ()
         if tf.executing_eagerly():
-            if is_cut(examples, cut, several) and examples > 1:
+            if is_cut(examples, cut, several):
                 self._try(batch, size_of(cut, batch))
             return ()
 
         def receive(rows: Batch, examples: int) -> None:
-            if is_cut(examples, cut, several) and examples > 1:
+            if is_cut(examples, cut, several):
                 tap.close()
                 if not self._is_done():  # by another replica, or by another trace
                     self._try(rows, size_of(cut, rows))

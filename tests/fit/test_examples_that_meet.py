@@ -1,5 +1,6 @@
 """Examples that meet are found, and named: in the layer, or in the loss, where they do."""
 
+import re
 import warnings
 
 import keras
@@ -12,8 +13,10 @@ from test_accumulator_everywhere import mirrored
 
 import macrobatch
 from macrobatch import ExactnessWarning
+from macrobatch._batches.cut import Cut
 from macrobatch._keras import meeting
 from macrobatch._keras.tried import Tried
+from macrobatch._meeting import is_cut
 from macrobatch._tensorflow.engine import ENGINE
 
 FEATURES, CLASSES = 6, 3
@@ -267,7 +270,7 @@ def test_an_operation_of_a_functional_model_is_named():
     inputs = keras.Input([FEATURES])
     x = inputs - ops.mean(inputs, axis=0, keepdims=True)
     (message,) = said_of(keras.Model(inputs, layers.Dense(2)(x)))
-    assert "layers: 'subtract" in message
+    assert re.search(r"layers: 'subtract\w*'\. ", message)
 
 
 def test_a_model_that_compares_examples_in_its_own_call():
@@ -415,6 +418,13 @@ def test_examples_that_come_later():
     )
     (message,) = said_of(build(), dataset, None, loss=contrastive, fit={}, strict=False)
     assert "'contrastive'" in message
+
+
+def test_one_example_is_not_cut():
+    assert not is_cut(1, Cut(1), several=True)
+    assert is_cut(2, Cut(2), several=True)
+    assert not is_cut(2, Cut(2), several=False)
+    assert not is_cut(1, Cut(None, tokens=8, axis=1), several=False)
 
 
 class Drawing(layers.Layer):

@@ -125,16 +125,16 @@ MUTANTS = [
     Mutant(
         "meet: batches that are not cut are tried",
         TRIAL,
-        "    return several or cut.size is None or examples > cut.size\n",
-        "    return True\n",
+        "    return examples > 1 and (several or cut.size is None or examples > cut.size)\n",
+        "    return examples > 1\n",
         (FIT + "a_batch_that_is_not_cut_is_silent", LOSS_FN + "a_batch_that_is_not_cut_is_silent"),
     ),
     Mutant(
         "meet: one example is taken for a group",
-        "_fit/meeting.py",
-        "if self._rows is None and examples > 1 and",
-        "if self._rows is None and",
-        (FIT + "examples_that_come_later",),
+        TRIAL,
+        "    return examples > 1 and (",
+        "    return (",
+        (FIT + "one_example_is_not_cut",),
     ),
     Mutant(
         "meet: a model is kept by the function that its examples go to",

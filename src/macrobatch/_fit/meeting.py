@@ -88,8 +88,7 @@ class Meeting:
 
     def _receive(self, rows: Batch, examples: int) -> None:
         several = self._strategy is not None and self._strategy.num_replicas_in_sync > 1
-        # One example alone shows nothing.
-        if self._rows is None and examples > 1 and is_cut(examples, self._cut, several):
+        if self._rows is None and is_cut(examples, self._cut, several):
             self._rows = rows
 
     def try_once(self, micro_batch_weight: Optional[Callable[..., Any]]) -> None:
