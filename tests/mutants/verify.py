@@ -116,7 +116,7 @@ MUTANTS = [
     ),
     Mutant(
         "verify: a copy without the weights of the optimizer",
-        SUBJECT,
+        "_verify/compiled.py",
         "    if optimizer.built:\n",
         "    if False:\n",
         (TESTS + "the_optimizer_goes_on_from_where_it_is",),
