@@ -13,8 +13,6 @@ The ways in, one file each:
 The rooms, in the order of the data flow. A room imports only from those above it:
 
     _types, _checks, _internals  names of what passes; messages; private names of Keras, TensorFlow
-    _patch                       a function of somebody else's, replaced for a while
-    _internals_verify            more of these names, for copies of models
     _batches                     batch -> micro-batches, in order or by length
     _keras                       model, loss and metrics of a micro-batch, from values to values
     _tensorflow                  the engine: graph, sums, the loop, replicas, the update

@@ -56,12 +56,12 @@ def size_of(cut: Cut, batch: Batch) -> int:
 _done = Done()
 
 
-class OfLossFn:
-    """The trial of a user's `loss_fn`: once for its code and its variables."""
+class OfForward:
+    """The trial of a user's `forward`: once for its code and its variables."""
 
-    def __init__(self, loss_fn: Callable[[Any], Any], variables: Sequence[Any], has_aux: bool):
-        self._loss_fn, self._variables, self._has_aux = loss_fn, list(variables), has_aux
-        self._code = _code_of(loss_fn)
+    def __init__(self, function: Callable[[Any], Any], variables: Sequence[Any]):
+        self._function, self._variables = function, list(variables)
+        self._code = _code_of(function)
 
     def check(self, batch: Batch, examples: Size, cut: Cut) -> Any:
         """Warns, now or when the graph runs, if examples of a batch meet.
@@ -101,21 +101,50 @@ class OfLossFn:
             verdict = verdict_of(self._found, groups, low_precision([]))
         except Exception:  # What belongs to a graph, for one, cannot be had outside of it.
             return
-        for message in _messages(verdict):
+        for message in self._messages(verdict):
             _checks.warn(message, _checks.ExactnessWarning)
 
     def _found(self, micro_batch: Batch) -> meeting.Found:
         def code() -> Any:
-            return self._loss_fn(micro_batch)
+            return self._function(micro_batch)
 
         result = stateless.run(code, Written([], self._variables, ENGINE), [], alone=True).value
+        return self._values(result, ENGINE.examples(micro_batch))
+
+    def _values(self, result: Any, examples: Size) -> meeting.Found:
+        """What must be apart for each example."""
+        leaves = [leaf for leaf in tf.nest.flatten(result) if isinstance(leaf, tf.Tensor)]
+        return {str(place): leaf for place, leaf in enumerate(leaves) if len(leaf.shape)}
+
+    def _messages(self, verdict: meeting.Verdict) -> List[str]:
+        if verdict.is_random:
+            return [meeting_checks.RANDOM]
+        if verdict.layers or verdict.values:
+            return [self._message(verdict.layers)]
+        return []
+
+    def _message(self, layers: Sequence[str]) -> str:
+        return meeting_checks.of_forward(layers)
+
+
+class OfLossFn(OfForward):
+    """The trial of a user's `loss_fn`."""
+
+    def __init__(self, function: Callable[[Any], Any], variables: Sequence[Any], has_aux: bool):
+        super().__init__(function, variables)
+        self._has_aux = has_aux
+
+    def _values(self, result: Any, examples: Size) -> meeting.Found:
         result = loss_fns.with_aux(result)[0] if self._has_aux else result
-        mean = loss_fns.mean_of(result, ENGINE.examples(micro_batch))
+        mean = loss_fns.mean_of(result, examples)
         found = {"numerator": mean.numerator, "denominator": mean.denominator}
         losses, _ = loss_fns.losses_and_weights(result)
         if len(losses.shape) and isinstance(losses, tf.Tensor):
             found["losses"] = losses
         return found
+
+    def _message(self, layers: Sequence[str]) -> str:
+        return meeting_checks.of_loss_fn(layers)
 
 
 def _code_of(function: Any) -> Any:
@@ -129,11 +158,3 @@ def _code_of(function: Any) -> Any:
     except TypeError:
         return type(function)
     return code
-
-
-def _messages(verdict: meeting.Verdict) -> List[str]:
-    if verdict.is_random:
-        return [meeting_checks.RANDOM]
-    if verdict.layers or verdict.values:
-        return [meeting_checks.of_function("loss_fn", verdict.layers)]
-    return []

@@ -13,14 +13,14 @@ from macrobatch._gradients.whole_batch import WholeBatch
 from macrobatch._keras import stateless
 from macrobatch._keras.scope import Written
 from macrobatch._keras.sequences import low_precision
-from macrobatch._meeting import OfLossFn
+from macrobatch._meeting import OfForward, OfLossFn
 from macrobatch._own_steps import patches
 from macrobatch._tensorflow import checks, graph, replicas, sums, trial
 from macrobatch._tensorflow import loss_fn as loss_fns
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.loop import Loop
 from macrobatch._tensorflow.memory import memory_of
-from macrobatch._tensorflow.parts import after, gradients_of
+from macrobatch._tensorflow.parts import gradients_of
 from macrobatch._types import Batch, How, Part, Tensor
 
 
@@ -173,7 +173,8 @@ def _value_and_gradients(
     if forward is not None:
         forward = functions.converted(forward, status)
         passes = WholeBatch(forward, loss_fn, has_aux, trained, micro_batches, jit_compile)
-        loss, aux, found = passes.run(user_fn)
+        tried = OfForward(user_fn, trained)
+        loss, aux, found = passes.run(user_fn, lambda: tried.check(batch, examples, cut))
         found = tf.nest.pack_sequence_as(variables, found)
         return ((loss, aux) if has_aux else loss), found
     written = Written([], trained, ENGINE)
@@ -250,13 +251,12 @@ def _value_and_gradients(
         gradient = sums.add(of_numerator, sums.scaled(of_denominator, -loss))
         gradient = sums.merge_rows(sums.scaled(gradient, factor))
         found.append(sums.cast(gradient, weight.dtype))
-    with after((loss, found, part)):
-        tried = OfLossFn(user_fn, trained, has_aux).check(batch, examples, cut)
-    # Nothing is written while the function is being tried.
-    with after((loss, found, part, tried)):
+    tried_loss = OfLossFn(user_fn, trained, has_aux)
+    with functions.tried(
+        (loss, found, part), lambda: tried_loss.check(batch, examples, cut)
+    ) as waiting:
         written.write(part.written[1:], part.moments)
-        if tf.is_tensor(tried):
-            found = [None if gradient is None else tf.identity(gradient) for gradient in found]
+        found = waiting(found)
     found = tf.nest.pack_sequence_as(variables, found)
     return ((loss, part.aux) if has_aux else loss), found
 

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 from keras import layers, ops
 from support import MODES, thorough
+from test_accumulator_everywhere import mirrored
 
 import macrobatch
 from macrobatch import ExactnessWarning
@@ -131,12 +132,14 @@ def build(*inner, outputs=CLASSES):
 CROSSENTROPY = "sparse_categorical_crossentropy"
 
 
-def said_of(model, x=None, y=None, *, loss="mse", size=6, fit=None, strict=True, **options):
+def said_of(
+    model, x=None, y=None, *, loss="mse", size=6, cut=None, fit=None, strict=True, **options
+):
     """What is said of examples that meet, in a fit of a model. If `strict`, nothing else is."""
     x, y = data() if x is None else (x, y)
     options.setdefault("run_eagerly", True)  # it is the quickest
     model.compile(keras.optimizers.SGD(0.01), loss, **options)
-    macrobatch.accumulate(model, size)
+    macrobatch.accumulate(model, size, **(cut or {}))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         model.fit(x, y, verbose=0, shuffle=False, **({"batch_size": 24} if fit is None else fit))
@@ -198,7 +201,7 @@ def test_modes(mode, place):
 
 @pytest.mark.parametrize("eager", [False, pytest.param(True, marks=thorough)])
 def test_replicas(eager):
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = mirrored(2)
     with strategy.scope():
         model = build(Centred(name="culprit"))
         message, _ = said_of(model, loss=contrastive, run_eagerly=eager)
@@ -206,7 +209,7 @@ def test_replicas(eager):
 
 
 def test_replicas_with_one_example_each():
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = mirrored(2)
     fit = {"batch_size": 2, "steps_per_epoch": 1}
     with strategy.scope():
         model = build(Centred(name="culprit"))
@@ -225,6 +228,13 @@ def test_several_steps_in_an_execution_and_single_batches():
 
 
 # What is named
+
+
+def test_losses_of_the_whole_batch_may_compare_and_layers_may_not():
+    options = {"loss": contrastive, "cut": {"whole_batch_loss": True}}
+    assert said_of(build(), **options) == []
+    (message,) = said_of(build(Centred(name="culprit")), **options)
+    assert message.startswith("Examples meet in these layers: 'culprit'. ")
 
 
 def test_causes_beside_each_other_are_all_named():

@@ -9,6 +9,7 @@ import tensorflow as tf
 from fit import step_cases
 from fit.step_cases import CASES
 from support import MODES, assert_same_history, thorough
+from test_accumulator_everywhere import mirrored
 
 import macrobatch
 
@@ -21,7 +22,7 @@ def state_of(model):
     return {variable.path: variable.numpy() for variable in variables}
 
 
-def trained(build, data, mode, cut=None, epochs=2, dtype=None, **fit):
+def trained(build, data, mode, cut=None, epochs=1, **fit):
     keras.utils.set_random_seed(7)
     model = build(dict(mode))
     if cut:
@@ -34,8 +35,8 @@ def trained(build, data, mode, cut=None, epochs=2, dtype=None, **fit):
 
 @functools.lru_cache(maxsize=None)
 def reference(name):
-    """What plain Keras comes to, in a graph."""
-    model, history = trained(*CASES[name], {})
+    """What plain Keras comes to."""
+    model, history = trained(*CASES[name], MODES["eager"])
     return list(state_of(model).values()), history
 
 
@@ -49,26 +50,31 @@ def assert_as_plain(name, mode, **cut):
     assert_same_history(history, other)
 
 
-@pytest.mark.filterwarnings("ignore:BatchNormalization:macrobatch.ExactnessWarning")
-@pytest.mark.parametrize("mode", ["graph", "eager"])
-@pytest.mark.parametrize("name", CASES)
-def test_steps(name, mode):
-    assert_as_plain(name, MODES[mode])
+# In `make test` each of these stands for others like it.
+QUICK = {
+    "graph": ("values", "gan", "language", "clipped", "sharpness", "statistics"),
+    "eager": ("interleaved", "adversarial"),
+    "compiled": ("values",),
+}
 
 
 @pytest.mark.filterwarnings("ignore:BatchNormalization:macrobatch.ExactnessWarning")
 @pytest.mark.parametrize(
-    "name",
-    ["gan", *(pytest.param(name, marks=thorough) for name in CASES if name != "gan")],
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=() if name in QUICK[mode] else thorough)
+        for name in CASES
+        for mode in QUICK
+    ],
 )
-def test_steps_that_are_compiled(name):
-    assert_as_plain(name, MODES["compiled"])
+def test_steps(name, mode):
+    assert_as_plain(name, MODES[mode])
 
 
 @pytest.mark.filterwarnings("ignore:Nothing is being accumulated")
-@pytest.mark.parametrize("size", [1, 20, 64])
+@pytest.mark.parametrize("size", [64, pytest.param(1, marks=thorough)])
 def test_micro_batches_of_any_size(size):
-    assert_as_plain("autoencoder", {}, micro_batch_size=size)
+    assert_as_plain("clipped", {}, micro_batch_size=size)
 
 
 def step_of(function, **attributes):
@@ -299,7 +305,7 @@ def test_what_cannot_be_right_is_refused(function, mode):
 
 def assert_same_training(build, data, cut, tolerance=1e-10, **fit):
     """Trains plainly and accumulated. Returns the accumulated model."""
-    plain, history = trained(build, data, {}, **fit)
+    plain, history = trained(build, data, MODES["eager"], **fit)
     model, other = trained(build, data, {}, cut, **fit)
     for (path, value), own in zip(state_of(plain).items(), state_of(model).values()):
         np.testing.assert_allclose(own, value, rtol=0, atol=tolerance, err_msg=path)
@@ -317,7 +323,7 @@ def scaled(self, data):
     return self.compute_metrics(data[0], data[1], y_pred) | {"loss": loss}
 
 
-@pytest.mark.parametrize("dtype", ["float64", "mixed_float16"])
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("mixed_float16", marks=thorough)])
 def test_a_loss_scale(dtype):
     def build(mode):
         model = step_of(scaled)
@@ -330,7 +336,11 @@ def test_a_loss_scale(dtype):
     keras.config.set_dtype_policy(dtype)
     tolerance = 1e-10 if dtype == "float64" else 2e-2
     model = assert_same_training(build, CASES["guide"][1], {"micro_batch_size": 3}, tolerance)
-    assert float(model.optimizer.dynamic_scale) == 128.0 * 2**3  # after two updates, six in all
+    assert float(model.optimizer.dynamic_scale) == 256.0  # after two of three updates
+
+
+def test_a_sum_of_the_compiled_loss():
+    assert_as_plain("decorated", MODES["eager"])
 
 
 def mean_over_tokens(self, data):
@@ -407,7 +417,9 @@ def tf_random(self, data):
 
 
 def test_what_tf_random_draws_is_warned_of():
-    model = macrobatch.accumulate(step_of(tf_random), 3)
+    model = step_of(tf_random)
+    model.compile(step_cases.adam(), **MODES["eager"])
+    macrobatch.accumulate(model, 3)
     with pytest.warns(macrobatch.ExactnessWarning) as warned:
         model.fit(step_cases.X, step_cases.Y, batch_size=20, verbose=0)
     several, meeting = (str(warning.message) for warning in warned)
@@ -416,7 +428,7 @@ def test_what_tf_random_draws_is_warned_of():
 
 
 def test_batch_normalization_is_warned_of():
-    model = macrobatch.accumulate(step_cases.statistics({}), 3)
+    model = macrobatch.accumulate(step_cases.statistics(MODES["eager"]), 3)
     with pytest.warns(macrobatch.ExactnessWarning, match="BatchNormalization"):
         model.fit(step_cases.X, step_cases.Y, batch_size=20, verbose=0)
 
@@ -460,6 +472,7 @@ def summed(self, data):
 )
 def test_losses_that_are_no_means_over_examples_are_warned_of(function, message):
     model = step_of(function)
+    model.compile(step_cases.adam(), **MODES["eager"])
     model.own = keras.metrics.Mean()
     data = step_cases.X, step_cases.Y
     if function is mean_over_tokens:
@@ -548,7 +561,7 @@ def test_settings_that_do_not_go_with_an_own_step():
     model = step_cases.Guide(inputs, inputs)
     with pytest.raises(ValueError, match=r"sequence_axis=1.*value_and_gradients"):
         macrobatch.accumulate(model, 3, sequence_axis=1)
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    with mirrored(2).scope():
         model = step_cases.guide({})
     with pytest.raises(ValueError, match=r"2 replicas.*value_and_gradients"):
         macrobatch.accumulate(model, 3)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from test_accumulator_everywhere import mirrored
 
 from macrobatch import ExactnessWarning, value_and_gradients
 
@@ -61,6 +62,19 @@ def test_a_layer_in_which_examples_meet(mode):
 
     (message,) = said_of(loss_fn, model.trainable_variables, mode, has_aux=True)
     assert message.startswith("Examples meet in these layers, which loss_fn calls: 'culprit'. ")
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+def test_a_loss_of_the_whole_batch_may_compare_and_forward_may_not(mode):
+    def loss_fn(outputs, x):
+        return contrastive(outputs)
+
+    for inner in ([], [Centred(name="culprit")]):
+        model = model_of(*inner)
+        said = said_of(loss_fn, model.trainable_variables, mode, forward=lambda x, m=model: m(x))
+        starts = ["Examples meet in these layers, which forward calls: 'culprit'. "] * len(inner)
+        assert [message[: len(start)] for message, start in zip(said, starts)] == starts
+        assert len(said) == len(starts)
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
@@ -137,7 +151,7 @@ def test_weights_move_after_the_trial():
 
 
 def test_replicas():
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = mirrored(2)
     with strategy.scope():
         model = model_of()
 

@@ -278,8 +278,8 @@ MUTANTS = [
     Mutant(
         "fit: micro_batch_weight not checked",
         MODEL,
-        "losses.Count(self._engine.checked(weight, (good, checks.MICRO_BATCH_WEIGHT)))",
-        "losses.Count(weight)",
+        "losses.Count(engine.checked(found, (good, checks.MICRO_BATCH_WEIGHT)))",
+        "losses.Count(found)",
         ("rooms/test_model_step.py::test_weights_of_micro_batches_are_checked",),
     ),
     Mutant(

@@ -110,7 +110,7 @@ MUTANTS = [
     ),
     Mutant(
         "loop: loss_fn not converted",
-        ENTRY,
+        "_gradients/functions.py",
         "return _internals.autograph_converted(call, status)",
         "return call",
         (

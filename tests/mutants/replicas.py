@@ -73,8 +73,8 @@ MUTANTS = [
     Mutant(
         "replicas: inf times 0",
         REPLICAS,
-        "masked = [tf.where(is_first, value, tf.zeros_like(value)) for value in values]",
-        "masked = [value * tf.cast(is_first, value.dtype) for value in values]",
+        "return tf.where(tf.equal(replica, 0), value, tf.zeros_like(value))",
+        "return value * tf.cast(tf.equal(replica, 0), value.dtype)",
         (ON_REPLICAS + "test_variables_that_are_infinite",),
     ),
     Mutant(
@@ -142,7 +142,7 @@ MUTANTS = [
     ),
     Mutant(
         "replicas: means divided by the number of replicas",
-        "_internals.py",
+        "_internals/replaced.py",
         "lambda divide, entered, value: value,",
         "lambda divide, entered, value: divide(value),",
         (ON_REPLICAS + "test_losses_inside_of_layers_and_metrics",),

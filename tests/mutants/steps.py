@@ -13,7 +13,7 @@ MUTANTS = [
         MODES,
         "started.append(start if is_sum else start * tf.cast(share, start.dtype))",
         "started.append(start)",
-        (CASE + "[autoencoder-graph]",),
+        (CASE + "[clipped-graph]",),
     ),
     Mutant(
         "own steps: values of examples weighted by share",
@@ -27,7 +27,7 @@ MUTANTS = [
         STEP,
         "return self._before[id(variable)] if self._changes_before(variable, group) else None",
         "return self._before[id(variable)] if is_seed(variable) else None",
-        (CASE + "[interleaved-graph]",),
+        (CASE + "[interleaved-eager]",),
     ),
     Mutant(
         "own steps: a replay never sees an update",
@@ -48,21 +48,20 @@ MUTANTS = [
         RUNS,
         "sample_weight = tf.ones_like(values) * weight * share",
         "sample_weight = tf.ones_like(values) * weight",
-        (CASE + "[autoencoder-graph]",),
+        (CASE + "[gan-graph]",),
     ),
     Mutant(
         "own steps: metrics of the first micro-batch only",
         STEP,
         "                if value is not None:\n                    variable.assign(value)\n",
         "                pass\n",
-        (CASE + "[distiller-graph]",),
+        (CASE + "[statistics-graph]",),
     ),
     Mutant(
         "own steps: what is tracked once is tracked per micro-batch",
         RUNS,
-        "    def update_once(self, plain: Any, metric: Any, values: Any, sample_weight: Any) -> Any:\n"
-        "        return None\n",
-        "",
+        "sample_weight: Any) -> Any:\n        return None\n",
+        "sample_weight: Any) -> Any:\n        return plain(metric, values, sample_weight)\n",
         (CASE + "[clipped-graph]",),
     ),
     Mutant(
@@ -70,7 +69,7 @@ MUTANTS = [
         STEP,
         "            if is_mean:\n",
         "            if False:\n",
-        (CASE + "[wgan-graph]",),
+        (CASE + "[values-graph]",),
     ),
     Mutant(
         "own steps: all micro-batches draw the same",
@@ -91,7 +90,7 @@ MUTANTS = [
         RUNS,
         "        asked = self.plan.inner[self._inner - 1]\n",
         "        asked = self.plan.inner[self._inner - 1]._replace(of_examples=False)\n",
-        (CASE + "[adversarial-graph]",),
+        (CASE + "[adversarial-eager]",),
     ),
     Mutant(
         "own steps: masks and weights counted in each micro-batch",
@@ -105,7 +104,7 @@ MUTANTS = [
         LOSSES,
         'if by_examples and reduction != "sum" and not weighs and not is_masked:',
         "if by_examples and not weighs and not is_masked:",
-        (CASE + "[decorated-graph]",),
+        (OWN + "test_a_sum_of_the_compiled_loss",),
     ),
     Mutant(
         "own steps: moving statistics of the first micro-batch only",
@@ -159,8 +158,8 @@ MUTANTS = [
     Mutant(
         "own steps: a metric counts micro-batches",
         FLOW,
-        "            checks.counts_examples(metric.name, all(EXAMPLES in marks for marks in direct))\n",
-        "",
+        "checks.counts_examples(metric.name, all(EXAMPLES in marks for marks in direct))",
+        "pass",
         (REFUSED + "[counts_batches-graph]",),
     ),
     Mutant(

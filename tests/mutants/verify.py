@@ -102,7 +102,7 @@ MUTANTS = [
     ),
     Mutant(
         "verify: names are not put back",
-        "_internals_verify.py",
+        "_internals/copies.py",
         "            names.update(counted)\n",
         "            pass\n",
         (UNCHANGED + "[with_statistics-settings0]",),

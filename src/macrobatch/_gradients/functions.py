@@ -1,6 +1,7 @@
 """Functions of the user's: how they are converted, tried and run, and what is said of them."""
 
-from typing import Any, Callable, List
+import contextlib
+from typing import Any, Callable, Iterator, List
 
 import tensorflow as tf
 
@@ -10,7 +11,8 @@ from macrobatch._keras import stateless
 from macrobatch._keras.scope import Written
 from macrobatch._tensorflow import replicas
 from macrobatch._tensorflow.engine import ENGINE
-from macrobatch._types import Batch, names
+from macrobatch._tensorflow.parts import after
+from macrobatch._types import Batch, Gradient, names
 
 
 def converted(function: Callable[..., Any], status: Any) -> Callable[..., Any]:
@@ -49,3 +51,28 @@ def warn(written: Written) -> None:
         layers = names(written.normalizing), names(written.decaying)
         for message in keras_checks.inexact(*layers):
             _checks.warn_once(written.normalizing[0], message)
+
+
+@contextlib.contextmanager
+def tried(
+    values: Any, check: Callable[[], Any]
+) -> Iterator[Callable[[List[Gradient]], List[Gradient]]]:
+    """A context in which a function has been tried. Nothing is written while it is.
+
+    Args:
+        values: what is there before.
+        check: makes the trial, and returns what is there after it.
+
+    Yields:
+        A function of gradients that gives them back, once the trial has been made.
+    """
+    with after(values):
+        done = check()
+
+    def waiting(gradients: List[Gradient]) -> List[Gradient]:
+        if not tf.is_tensor(done):
+            return gradients
+        return [None if gradient is None else tf.identity(gradient) for gradient in gradients]
+
+    with after((values, done)):
+        yield waiting

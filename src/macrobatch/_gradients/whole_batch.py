@@ -13,7 +13,6 @@ from macrobatch._tensorflow import loss_fn as loss_fns
 from macrobatch._tensorflow import replicas, sums, trial, two_passes
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.gather import Gathered
-from macrobatch._tensorflow.parts import after
 from macrobatch._tensorflow.two_passes import Loss, TwoPasses
 from macrobatch._types import Batch, Forward, Gradient, How, MicroBatches, Size, Tensor
 
@@ -45,11 +44,12 @@ class WholeBatch:
         self._weights = [replicas.tf_variable(variable) for variable in trained]
         self._stages = TwoStages([], trained, ENGINE)
 
-    def run(self, owner: Any) -> Tuple[Tensor, Any, List[Gradient]]:
+    def run(self, owner: Any, check: Callable[[], Any]) -> Tuple[Tensor, Any, List[Gradient]]:
         """The loss, `aux` and the gradients; of these, in a replica, its part.
 
         Args:
             owner: the user's forward pass, which is tried once.
+            check: tries whether examples meet in it, and returns what is there after that.
         """
         micro_batches, stages = self._micro_batches, self._stages
 
@@ -84,8 +84,9 @@ class WholeBatch:
             for gradient, weight in zip(gradients, self._weights)
         ]
         aux, result = found.result
-        with after((found.value, gradients, passes.part)):
+        with functions.tried((found.value, gradients, passes.part), check) as waiting:
             stages.write(passes.part.written, passes.part.moments, result)
+            gradients = waiting(gradients)
         return found.value, aux, gradients
 
     def _pass(self, micro_batch: Batch, values: List[Tensor], how: How) -> Forward:

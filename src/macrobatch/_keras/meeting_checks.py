@@ -34,13 +34,27 @@ def of_losses(names: Sequence[str]) -> str:
     )
 
 
-def of_function(name: str, names: Sequence[str]) -> str:
-    """What to say of a function of the user's, and of layers that it calls."""
+def of_loss_fn(names: Sequence[str]) -> str:
+    """What to say of a user's `loss_fn`, and of layers that it calls."""
+    return _of_function("loss_fn", names) + (
+        "Let one function make predictions by example, and compare examples in a loss of the "
+        "whole batch: macrobatch.value_and_gradients(..., forward=)."
+    )
+
+
+def of_forward(names: Sequence[str]) -> str:
+    """What to say of a user's `forward`, and of layers that it calls."""
+    return _of_function("forward", names) + (
+        "Let forward work by example (LayerNormalization, attention within an example), and "
+        "compare examples in loss_fn, which sees the outputs of the whole batch."
+    )
+
+
+def _of_function(name: str, names: Sequence[str]) -> str:
     where = f"in these layers, which {name} calls: {some(names)}" if names else f"in {name}"
     return (
         f"Examples meet {where}. What comes of an example depends on the other examples of its "
-        f"micro-batch, {SO}. Let one function make predictions by example, and compare examples in "
-        "a loss of the whole batch: macrobatch.value_and_gradients(..., forward=)."
+        f"micro-batch, {SO}. "
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any, Callable
 import keras
 import tensorflow as tf
 
-from macrobatch._patch import Patch
+from macrobatch._internals.patch import Patch
 
 
 def _class(name: str) -> Callable[[], Any]:

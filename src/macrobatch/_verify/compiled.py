@@ -5,7 +5,7 @@ from typing import Any, Callable, Tuple
 import keras
 import tensorflow as tf
 
-from macrobatch import _internals, _internals_verify
+from macrobatch import _internals
 from macrobatch._verify.report import one_line
 
 SHORT = 160  # characters of an error in a note
@@ -15,7 +15,7 @@ def alike(
     model: Any, other: Any, loss: Callable[[Any], Any] = lambda loss: loss
 ) -> Tuple[str, ...]:
     """Compiles a model as another one is, with copies of its optimizer and metrics."""
-    arguments = _internals_verify.compile_arguments(model)
+    arguments = _internals.compile_arguments(model)
     arguments["jit_compile"] = False  # XLA would compile the same arithmetic, for minutes
     arguments["steps_per_execution"] = 1
     arguments["loss"] = _mapped(arguments["loss"], keras.losses.Loss, loss)

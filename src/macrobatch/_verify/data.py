@@ -5,7 +5,7 @@ from typing import Any, Optional
 import keras
 import tensorflow as tf
 
-from macrobatch import _internals_verify
+from macrobatch import _internals
 from macrobatch._batches import in_order
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._types import Batch
@@ -18,7 +18,7 @@ def first_batch(x: Any, y: Any = None, sample_weight: Any = None, **options: Any
         # Arrays are one batch, and all of it.
         sizes = [leaf.shape[0] for leaf in leaves if len(leaf.shape)]
         options = {"batch_size": int(sizes[0])} if sizes else {}
-    data = _internals_verify.data_of_fit(x, y=y, sample_weight=sample_weight, **options)
+    data = _internals.data_of_fit(x, y=y, sample_weight=sample_weight, **options)
     found = next(iter(data.get_tf_dataset()), None)
     if found is None:
         raise ValueError("There must be a batch to verify with. Received: data without any.")
@@ -28,5 +28,5 @@ def first_batch(x: Any, y: Any = None, sample_weight: Any = None, **options: Any
 
 def steps_of(x: Any, y: Any = None, sample_weight: Any = None, **options: Any) -> Optional[int]:
     """The number of batches in an epoch, if it is known."""
-    data = _internals_verify.data_of_fit(x, y=y, sample_weight=sample_weight, **options)
+    data = _internals.data_of_fit(x, y=y, sample_weight=sample_weight, **options)
     return data.num_batches or None

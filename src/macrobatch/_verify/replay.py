@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterator, List, Optional
 import keras
 from keras import ops
 
-from macrobatch import _internals, _internals_verify
+from macrobatch import _internals
 from macrobatch._types import Tensor
 
 
@@ -29,7 +29,7 @@ class Replay:
     def __call__(self) -> Iterator[None]:
         """A context in which everything draws so."""
         with contextlib.ExitStack() as stack:
-            for name, patch in _internals_verify.with_draws.items():
+            for name, patch in _internals.with_draws.items():
                 instead = self._chosen if name == "categorical" else self._drawn
                 stack.enter_context(patch(instead))
             stack.enter_context(_internals.with_dropout.beneath(self._dropped))

@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
-from macrobatch import _internals, _internals_verify
+from macrobatch import _internals
 from macrobatch._fit import install
 from macrobatch._keras.scope import Scope
 from macrobatch._types import Batch
@@ -72,7 +72,7 @@ def copied(model: Any, batch: Batch) -> Subject:
                 _internals.predictions(clone, wide[0], False)
             is_built = model.built
             paths = _give_weights(model, clone) if is_built else {}
-            notes = compiled.alike(model, clone, _internals_verify.in_float64)
+            notes = compiled.alike(model, clone, _internals.in_float64)
             found = _results(clone, wide) if is_built else []
         if is_built:
             _check_faithful(found, _results(_twin(model)[0], batch), narrowest(model))
@@ -105,7 +105,7 @@ def itself(model: Any, batch: Batch, why: str) -> Subject:
 
 def _twin(model: Any) -> Tuple[Any, Tuple[str, ...]]:
     """Another model of the same layers and variables, compiled alike; and notes."""
-    other = _internals_verify.copy_of_model(model)
+    other = _internals.copy_of_model(model)
     for name, method in list(vars(other).items()):
         if _is_installed(method):
             del vars(other)[name]
@@ -161,7 +161,7 @@ def _made_again(model: Any) -> Any:
 def _clone_of_graph(model: Any) -> Any:
     """A clone of a functional or sequential model, and of all such models inside it."""
     # Keras would compile the clone from a serialised config, which losses of users may not have.
-    plain = _internals_verify.copy_of_model(model)
+    plain = _internals.copy_of_model(model)
     vars(plain)["compiled"] = False
     inputs = tree.map_structure(
         lambda tensor: keras.Input(

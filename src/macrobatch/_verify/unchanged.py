@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from keras import tree
 
-from macrobatch import _internals, _internals_verify
+from macrobatch import _internals
 from macrobatch._keras import model as models
 from macrobatch._keras.scope import unique
 from macrobatch._types import Variable
@@ -21,7 +21,7 @@ def unchanged(model: Any) -> Iterator[None]:
     kept = Values(variables_of(model))
     numbers, old_numbers = random.getstate(), np.random.get_state()  # noqa: NPY002
     settings = keras.config.floatx(), keras.config.dtype_policy()
-    with _internals_verify.same_global_state():
+    with _internals.same_global_state():
         try:
             yield
         finally:
@@ -64,7 +64,7 @@ def variables_of(model: Any) -> List[Variable]:
         each for each in vars(model).values() if isinstance(each, keras.optimizers.Optimizer)
     ]
     # Metrics that were given to compile count as those of the model once it has trained.
-    given = _internals_verify.compile_arguments(model)
+    given = _internals.compile_arguments(model)
     metrics = [
         each
         for name in ("metrics", "weighted_metrics")

@@ -1,7 +1,5 @@
 """Each private name that `verify` uses is still there, and means what it is taken for."""
 
-import inspect
-
 import keras
 import numpy as np
 import pytest
@@ -9,7 +7,7 @@ import tensorflow as tf
 from keras import layers
 from tensorflow.python.eager import context
 
-from macrobatch import _internals, _internals_verify
+from macrobatch import _internals
 
 
 def model():
@@ -18,17 +16,7 @@ def model():
     return built
 
 
-def test_every_name_has_a_test():
-    names = {
-        name
-        for name, value in vars(_internals_verify).items()
-        if name[0] != "_" and getattr(value, "__module__", "") == _internals_verify.__name__
-    }
-    source = inspect.getsource(inspect.getmodule(test_every_name_has_a_test))
-    assert not [name for name in sorted(names) if f"_internals_verify.{name}" not in source]
-
-
-@pytest.mark.parametrize("name", sorted(_internals_verify.with_draws))
+@pytest.mark.parametrize("name", sorted(_internals.with_draws))
 def test_all_random_numbers_of_keras_are_drawn_with_these_functions(name):
     arguments = {
         "randint": ([2], 0, 5),
@@ -37,7 +25,7 @@ def test_all_random_numbers_of_keras_are_drawn_with_these_functions(name):
         "beta": ([2], 1.0, 1.0),
         "categorical": (np.zeros([1, 3]), 2),
     }.get(name, ([2],))
-    with _internals_verify.with_draws[name](lambda draw, *args, **kwargs: "drawn"):
+    with _internals.with_draws[name](lambda draw, *args, **kwargs: "drawn"):
         assert getattr(keras.random, name)(*arguments, seed=1) == "drawn"
     assert getattr(keras.random, name)(*arguments, seed=1).shape[-1] == 2
 
@@ -65,7 +53,7 @@ def test_functions_beneath():
 
 def test_copies_of_models():
     plain = model()
-    other = _internals_verify.copy_of_model(plain)
+    other = _internals.copy_of_model(plain)
     assert [id(v) for v in other.variables] == [id(v) for v in plain.variables]
     before = dict(vars(plain))
     saved = tf.train.Checkpoint(model=plain).save_counter  # makes TensorFlow's lists
@@ -73,7 +61,7 @@ def test_copies_of_models():
     other.train_function = tf.function(lambda: None)
     other.jit_compile = False
     assert vars(plain) == before
-    arguments = _internals_verify.compile_arguments(plain)
+    arguments = _internals.compile_arguments(plain)
     assert (arguments["loss"], arguments["metrics"]) == ("mse", ["mae"])
     keras.Model.compile(other, **{**arguments, "loss": "mae"})
     assert plain.loss == "mse"
@@ -81,7 +69,7 @@ def test_copies_of_models():
 
 def test_losses_in_float64():
     narrow = keras.losses.MeanSquaredError(dtype="float32")
-    wide = _internals_verify.in_float64(narrow)
+    wide = _internals.in_float64(narrow)
     y = np.array([[1e-9 + 1.0]])
     assert float(narrow(y, y - 1e-9)) == 0.0
     assert float(wide(y, y - 1e-9)) > 0.0
@@ -89,7 +77,7 @@ def test_losses_in_float64():
 
 def test_data_as_fit_takes_it():
     x, y = np.ones([5, 2]), np.zeros([5], "int64")
-    data = _internals_verify.data_of_fit(x, y=y, batch_size=2, class_weight={0: 3.0})
+    data = _internals.data_of_fit(x, y=y, batch_size=2, class_weight={0: 3.0})
     assert data.num_batches == 3
     first = next(iter(data.get_tf_dataset()))
     assert [tuple(leaf.shape) for leaf in first] == [(2, 2), (2,), (2,)]
@@ -109,7 +97,7 @@ def test_global_state():
     drawn()
     of_operations = context.context()._rng
     before = of_operations.getstate()
-    with _internals_verify.same_global_state():
+    with _internals.same_global_state():
         first = drawn()
         tf.random.uniform([2])
         assert of_operations.getstate() != before

@@ -1,36 +1,9 @@
-"""More private names of Keras and TensorFlow, each with the reason: those with which `verify` works
-on a copy of a model and puts everything back. tests/rooms/test_internals_verify.py names each.
-"""
+"""Private names with which `verify` works on a copy of a model, and puts everything back."""
 
 import contextlib
 from typing import Any, Dict, Iterator
 
-from macrobatch import _internals
-from macrobatch._patch import Patch
-
-# Random numbers
-
-
-def _random_of_backend() -> Any:
-    from keras.src.backend import random
-
-    return random
-
-
-# All random layers, and keras.random, draw with these functions of the backend. All but the last
-# take a shape first. The context is entered with what is called instead.
-with_draws = {
-    name: Patch(
-        _random_of_backend,
-        name,
-        lambda draw, instead, *args, **kwargs: instead(draw, *args, **kwargs),
-    )
-    for name in (
-        *("normal", "uniform", "truncated_normal", "randint"),
-        *("gamma", "binomial", "beta", "categorical"),
-    )
-}
-
+from macrobatch._internals.models import shallow_copy
 
 # Models
 
@@ -40,7 +13,7 @@ def copy_of_model(model: Any) -> Any:
 
     `copy.copy` would make new variables. Lists of TensorFlow's for checkpoints are its own.
     """
-    copied = _internals.shallow_copy(model)
+    copied = shallow_copy(model)
     for name, value in vars(model).items():
         if name.startswith("_self_") and isinstance(value, (list, dict)):
             vars(copied)[name] = value.copy()
@@ -54,7 +27,7 @@ def compile_arguments(model: Any) -> Dict[str, Any]:
 
 def in_float64(loss: Any) -> Any:
     """A loss that computes in float64. Its dtype is fixed when it is made."""
-    copied = _internals.shallow_copy(loss)
+    copied = shallow_copy(loss)
     copied._dtype = "float64"
     return copied
 

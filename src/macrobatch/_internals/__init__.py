@@ -1,0 +1,106 @@
+"""Every private name of Keras and TensorFlow that macrobatch uses, each with the reason.
+
+There is no public way to any of them. tests/rooms/test_internals.py names each of them, so that a
+new version of Keras or TensorFlow without one of them is noticed there. Nothing is imported before
+a function needs it: the room is open to any backend of Keras, and to TensorFlow 1.14.
+"""
+
+from macrobatch._internals.copies import (
+    compile_arguments,
+    copy_of_model,
+    data_of_fit,
+    in_float64,
+    same_global_state,
+)
+from macrobatch._internals.models import (
+    BUILDING,
+    STEPPING,
+    before_training,
+    build,
+    clear_losses,
+    compiled_loss,
+    compiled_metrics,
+    compute_loss,
+    flat_losses,
+    layers_of,
+    loss_tracker,
+    mask_of,
+    own_losses,
+    predictions,
+    raw_value,
+    set_initial_epoch,
+    set_mask,
+    shallow_copy,
+    strategy_of,
+    variables_without_value,
+    with_losses,
+)
+from macrobatch._internals.patch import (
+    Patch,
+)
+from macrobatch._internals.replaced import (
+    with_calls,
+    with_draws,
+    with_dropout,
+    with_moments,
+    with_samplewise_values,
+    with_writes,
+    without_replica_scaling,
+    without_replica_unscaling,
+)
+from macrobatch._internals.training import (
+    REDUCING,
+    autograph_converted,
+    autograph_status,
+    is_compiled,
+    is_in_xla,
+    is_recording,
+    variables_of_optimizer,
+    with_inner_optimizers,
+)
+
+__all__ = [
+    "BUILDING",
+    "REDUCING",
+    "STEPPING",
+    "Patch",
+    "autograph_converted",
+    "autograph_status",
+    "before_training",
+    "build",
+    "clear_losses",
+    "compile_arguments",
+    "compiled_loss",
+    "compiled_metrics",
+    "compute_loss",
+    "copy_of_model",
+    "data_of_fit",
+    "flat_losses",
+    "in_float64",
+    "is_compiled",
+    "is_in_xla",
+    "is_recording",
+    "layers_of",
+    "loss_tracker",
+    "mask_of",
+    "own_losses",
+    "predictions",
+    "raw_value",
+    "same_global_state",
+    "set_initial_epoch",
+    "set_mask",
+    "shallow_copy",
+    "strategy_of",
+    "variables_of_optimizer",
+    "variables_without_value",
+    "with_calls",
+    "with_draws",
+    "with_dropout",
+    "with_inner_optimizers",
+    "with_losses",
+    "with_moments",
+    "with_samplewise_values",
+    "with_writes",
+    "without_replica_scaling",
+    "without_replica_unscaling",
+]
