@@ -507,3 +507,40 @@ def test_a_variable_without_gradient_has_none():
     report = verified(mlp(Unused(), name="model"), (X, Y))
     assert report.exact is True
     assert report.differences["model/unused/unused"].largest == 0.0
+
+
+class OwnStep(keras.Model):
+    """A train step as people write it, whose loss may compare examples."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.compares = layers.Dense(1), False
+
+    def call(self, inputs):
+        return self.head(inputs)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            y_pred = self(x, training=True)
+            if self.compares:
+                y_pred = y_pred / ops.sum(ops.abs(y_pred))
+            loss = ops.mean(ops.square(y - y_pred))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_a_train_step_of_the_users_own():
+    model = OwnStep()
+    model.compile("sgd")
+    model(X)
+    before = everything(model)
+    assert verified(model, (X, Y)).exact is True
+    model.compares = True
+    report = verified(model, (X, Y))
+    assert report.exact is False
+    assert kinds(report) == ["own_train_step"]
+    assert "Examples meet" in report.causes[0].explanation
+    model.compares = False
+    assert everything(model) == before

@@ -80,6 +80,9 @@ class Inquiry:
 
     def _causes(self) -> List[Cause]:
         """What changes the update, one cause at a time."""
+        if self._runs.is_own:  # which nobody can look into but the train step of accumulate
+            ranked = sorted(self._distance.trained.items(), key=lambda item: -item[1].largest)
+            return [messages.own_step([path for path, _ in ranked[:3]], self._runs.warned)]
         normalizing = self._seen(self._look.normalizing) or []
         rest = self._distance
         context: Context = contextlib.nullcontext

@@ -7,11 +7,14 @@ import sys
 import warnings
 from typing import Any, Callable, ContextManager, Dict, List, NamedTuple, Optional, Tuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from macrobatch._accumulate import accumulate, release
+from macrobatch._checks import ExactnessWarning
 from macrobatch._fit.install import accumulation_of
+from macrobatch._keras.report import overrides
 from macrobatch._keras.scope import is_seed, without
 from macrobatch._tensorflow import sums
 from macrobatch._verify.compiled import value_of
@@ -74,10 +77,18 @@ class Distance(NamedTuple):
 
 
 class Runs:
-    """Updates of one model, each from the same start."""
+    """Updates of one model, each from the same start.
+
+    Attributes:
+        is_own: whether the model has a train step of its own.
+        warned: the texts of the ExactnessWarnings so far.
+    """
 
     def __init__(self, subject: Subject, sequence_axis: Optional[int] = None):
         self.subject, self.model = subject, subject.model
+        # A step of the user's own may do anything with gradients: its weights are compared.
+        self.is_own = overrides(self.model, "train_step")
+        self.warned: List[str] = []
         self._replay = Replay(sequence_axis)
         self._values = Values(variables_of(self.model))
         trained = list(self.model.trainable_variables)
@@ -106,7 +117,7 @@ class Runs:
                 by one. Otherwise it gets their sum, the true gradient.
         """
         release(self.model)
-        usual = context is contextlib.nullcontext and not as_keras_does
+        usual = context is contextlib.nullcontext and not (as_keras_does or self.is_own)
         self.model.train_function, seen = self._plain if usual else (None, [])
         batch = self.subject.batch if batch is None else batch
         outcome = self._run(context, batch, seen, as_keras_does)
@@ -118,10 +129,12 @@ class Runs:
         self, settings: Dict[str, Any], context: Context = contextlib.nullcontext
     ) -> Outcome:
         """The update of `accumulate` with these settings."""
+        self.model.train_function = None  # or accumulate would make another one, and start a trial
         accumulate(self.model, **settings)
         accumulation = accumulation_of(self.model)
         assert accumulation is not None
-        accumulation.meeting.is_wanted = False  # It would warn. Here it is tried for its own sake.
+        # It is tried for its own sake, except in a step of the user's own.
+        accumulation.meeting.is_wanted = self.is_own
         try:
             return self._run(context, self.subject.batch, [])
         finally:
@@ -130,8 +143,11 @@ class Runs:
     @contextlib.contextmanager
     def running(self, context: Context = contextlib.nullcontext) -> Any:
         """A context in which the model runs quietly, from the start, with the same draws."""
-        with self.subject.settings(), self._replay(), context(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with contextlib.ExitStack() as stack:
+            for each in (self.subject.settings(), self._replay(), context()):
+                stack.enter_context(each)
+            seen = stack.enter_context(warnings.catch_warnings(record=True))
+            warnings.simplefilter("always")
             logger = tf.get_logger()
             level = logger.level
             logger.setLevel("ERROR")  # TensorFlow counts new functions as traces of an old one
@@ -140,20 +156,25 @@ class Runs:
             finally:
                 logger.setLevel(level)
                 self._values.put_back()
+                own = [each for each in seen if issubclass(each.category, ExactnessWarning)]
+                self.warned += [str(each.message) for each in own]  # each comes once
 
     def _run(
         self, context: Context, batch: Any, seen: List[Any], as_keras_does: bool = True
     ) -> Outcome:
+        self.subject.renew()
         for kept in self._kept.values():
             kept.assign(tf.zeros_like(kept))
         with self.running(context), self._recording(seen, as_keras_does):
-            logs = self.model.train_on_batch(*batch, return_dict=True)
+            # With fit: a train step of the user's own may rely on how fit packs a batch.
+            data = tf.data.Dataset.from_tensors(keras.utils.pack_x_y_sample_weight(*batch))
+            logs = self.model.fit(data, verbose=0).history
             told = any(id(variable) in self._kept for _, variable in seen)
             return Outcome(
                 {p: self._kept[id(v)].numpy() for p, v in self._trained.items()} if told else {},
                 {p: value_of(v) for p, v in self._trained.items()},
                 {p: value_of(v) for p, v in self._others.items()},
-                {name: float(value) for name, value in logs.items() if np.ndim(value) == 0},
+                {name: float(value[0]) for name, value in logs.items() if np.ndim(value[0]) == 0},
                 any(isinstance(gradient, tf.IndexedSlices) for gradient, _ in seen),
             )
 
@@ -161,7 +182,7 @@ class Runs:
     def _recording(self, seen: List[Any], as_keras_does: bool) -> Any:
         """Keeps the gradients that the optimizer gets."""
         optimizer = self.model.optimizer
-        if optimizer is None:
+        if optimizer is None or self.is_own:
             yield
             return
         plain = optimizer.apply

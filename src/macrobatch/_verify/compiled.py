@@ -28,11 +28,27 @@ def alike(
 
 
 def by_own_compile(model: Any, other: Any) -> Tuple[str, ...]:
-    """Gives a model that has its own compile another optimizer."""
-    optimizer, notes = _optimizer_like(model.optimizer, other) if model.optimizer else (None, ())
-    vars(other).update(optimizer=optimizer, train_function=None, test_function=None)
+    """Gives a model that has its own compile other optimizers."""
+    vars(other).update(train_function=None, test_function=None)
     vars(other)["_jit_compile"] = False
-    return notes
+    renew_optimizers(model, other)
+    return ()
+
+
+def renew_optimizers(model: Any, other: Any) -> None:
+    """Gives a model copies of all optimizers of another one of the same variables."""
+    for name, value in vars(model).items():
+        if isinstance(value, keras.optimizers.Optimizer):
+            made = type(value).from_config(value.get_config())
+            if value.built:
+                made.build(_internals.variables_of_optimizer(value))
+                _give_values(value, made)
+            vars(other)[name] = made
+
+
+def _give_values(optimizer: Any, made: Any) -> None:
+    for variable, other in zip(optimizer.variables, made.variables):
+        other.assign(tf.cast(value_of(variable), other.dtype))
 
 
 def _mapped(nest: Any, kind: Any, function: Callable[[Any], Any]) -> Any:
@@ -64,8 +80,7 @@ def _optimizer_like(optimizer: Any, model: Any) -> Tuple[Any, Tuple[str, ...]]:
         return made, (note,)
     made.build(model.trainable_variables)
     if optimizer.built:
-        for variable, other in zip(optimizer.variables, made.variables):
-            other.assign(tf.cast(value_of(variable), other.dtype))
+        _give_values(optimizer, made)
     return made, ()
 
 

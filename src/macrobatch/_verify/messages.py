@@ -194,3 +194,16 @@ def unknown(names: Sequence[str]) -> Cause:
         "Please report it, with the model.",
         "update",
     )
+
+
+def own_step(names: Sequence[str], warned: Sequence[str]) -> Cause:
+    """A train step of the user's own."""
+    return Cause(
+        "own_train_step",
+        tuple(names),
+        "The model has a train step of its own, which makes another update of micro-batches than "
+        + " ".join(["of the batch, most for these variables.", *warned]),
+        "Where examples meet, compare them with macrobatch.value_and_gradients(..., forward=) "
+        "inside the step. Use means over examples elsewhere.",
+        "update",
+    )

@@ -3,6 +3,7 @@ another model of the same layers, whose variables are put back.
 """
 
 import contextlib
+import functools
 import inspect
 from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
@@ -39,6 +40,7 @@ class Subject(NamedTuple):
         settings: a context in which it runs.
         paths: of its variables, by id, as the user's model has them.
         notes: what is not as usual.
+        renew: makes optimizers anew that may not have been built yet.
     """
 
     model: Any
@@ -47,6 +49,7 @@ class Subject(NamedTuple):
     settings: Callable[[], Any]
     paths: Dict[int, str]
     notes: Tuple[str, ...]
+    renew: Callable[[], None] = lambda: None
 
 
 class CannotCopy(Exception):
@@ -93,7 +96,11 @@ def itself(model: Any, batch: Batch, why: str) -> Subject:
             f"({why}). Make it outside of strategy.scope() to verify it."
         )
     other, notes = _twin(model)
-    return Subject(other, batch, narrowest(model), contextlib.nullcontext, {}, notes)
+    renew = functools.partial(compiled.renew_optimizers, model, other)
+    is_own = type(model).compile is not keras.Model.compile
+    settings = contextlib.nullcontext
+    dtype = narrowest(model)
+    return Subject(other, batch, dtype, settings, {}, notes, renew if is_own else lambda: None)
 
 
 def _twin(model: Any) -> Tuple[Any, Tuple[str, ...]]:
