@@ -116,9 +116,9 @@ dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
 
 
 def test_code_in_the_readme(tmp_path):
-    first, use, *lengths, step, stream, replicas = blocks_of("README.md")
+    first, use, *lengths, step, stream, replicas, verify = blocks_of("README.md")
     script = tmp_path / "readme.py"
     # Its batches are larger than the data here, so that nothing is accumulated: it says so.
-    before_loops = [GIVEN, first, use, *lengths, replicas]
+    before_loops = [GIVEN, first, use, *lengths, replicas, verify]
     script.write_text("\n".join([*before_loops, GIVEN_TO_LOOPS, step, stream]))
     run(script)
