@@ -12,7 +12,7 @@ from macrobatch._batches.cut import Cut
 from macrobatch._keras import meeting, meeting_checks, stateless
 from macrobatch._keras.scope import Written
 from macrobatch._keras.sequences import low_precision
-from macrobatch._tensorflow import graph, replicas
+from macrobatch._tensorflow import graph, leaves, replicas
 from macrobatch._tensorflow import loss_fn as loss_fns
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.tap import Tap, unchanged
@@ -48,11 +48,8 @@ def size_of(cut: Cut, batch: Batch) -> int:
     if cut.tokens is None or cut.axis is None:
         return size
     # Examples are as long here as the longest of the batch.
-    lengths = [
-        leaf.shape[cut.axis]
-        for leaf in tf.nest.flatten(batch)
-        if isinstance(leaf, tf.Tensor) and len(leaf.shape) > cut.axis
-    ]
+    there = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
+    lengths = [leaves.length_of(leaf, cut.axis) for leaf in there if len(leaf.shape) > cut.axis]
     return max(2, min(size, cut.tokens // max([1, *lengths])))
 
 

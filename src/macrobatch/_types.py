@@ -292,6 +292,10 @@ class BatchEngine(Engine):
         """`size` examples from one on; if not `static`, maybe fewer at the end."""
         raise NotImplementedError
 
+    def widest(self, batch: Batch) -> List[int]:
+        """The examples that make a batch as wide as it is, where the rows of others are shorter."""
+        return []
+
     def concatenated(self, leaves: List[Tensor]) -> Tensor:
         """Leaves of several batches as one."""
         from keras import ops

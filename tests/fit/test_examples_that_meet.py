@@ -366,6 +366,36 @@ def test_sparse_batches(meets):
     assert ["'culprit'" in message for message in found] == [True] * meets
 
 
+class Wide(layers.Layer):
+    """Makes a ragged input as wide as its longest row."""
+
+    def call(self, x):
+        return x.to_tensor()[..., None] if isinstance(x, tf.RaggedTensor) else x[..., None]
+
+
+@pytest.mark.parametrize("meets", [False, True])
+def test_ragged_batches(meets):
+    """Random layers draw for the width of a micro-batch, which is that of its longest row."""
+    random = np.random.default_rng(0)
+    rows = tf.RaggedTensor.from_row_lengths(
+        random.normal(size=[82]), [1, 4, 2, 6, 3, 1] * 4 + [7] * 2
+    )
+    inner = [Centred(name="culprit")] if meets else []
+    model = keras.Sequential(
+        [
+            Wide(),
+            layers.Dense(4),
+            layers.Dropout(0.5),
+            layers.GlobalMaxPooling1D(),
+            *inner,
+            layers.Dense(2),
+        ]
+    )
+    dataset = tf.data.Dataset.from_tensor_slices((rows, data(26)[0][:, :2])).batch(26)
+    found = said_of(model, dataset, None, fit={}, run_eagerly=False)
+    assert ["'culprit'" in message for message in found] == [True] * meets
+
+
 # How it is tried
 
 

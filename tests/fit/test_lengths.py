@@ -186,8 +186,11 @@ def test_a_budget_for_ragged_tokens(features, mode):
     (loss, padded), (gradient,) = (run if mode == "eager" else tf.function(run))()
     np.testing.assert_allclose([loss, gradient], [7, 7], atol=1e-10)
     np.testing.assert_array_equal(padded, tokens.to_tensor())
-    assert seen[-6:] == [(1, 13), (2, 12), (2, 10), (3, 8), (4, 5), (1, 1)]
-    assert all(examples * longest <= 24 for examples, longest in seen)
+    # Then the trial whether examples meet, without gradients: two examples and the longest.
+    steps, trial = seen[:-4], seen[-4:]
+    assert steps[-6:] == [(1, 13), (2, 12), (2, 10), (3, 8), (4, 5), (1, 1)]
+    assert all(examples * longest <= 24 for examples, longest in steps)
+    assert trial == [(3, 13)] * 4
 
 
 @pytest.mark.parametrize(

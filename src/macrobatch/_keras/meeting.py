@@ -108,8 +108,12 @@ def groups(batch: Batch, examples: int, size: int, engine: BatchEngine) -> Optio
     others = (size, size + first) if examples >= 2 * size else (examples - first, 0)
     starts = [(0, first), (others[0], first), (0, others[1]), others]
 
+    # Ragged rows become as wide as the longest, and random layers draw for all of the width: so the
+    # widest examples are in all four, behind b and behind b'.
+    widest = [(example, 1) for example in engine.widest(batch)]
+
     def joined(leaf: Tensor, start: int, start_of_last: int) -> Tensor:
-        pieces = [(start, first), (start_of_last, last)]
+        pieces = [(start, first), (start_of_last, last), *widest]
         return engine.concatenated([engine.slice_of(leaf, *piece, False) for piece in pieces])
 
     return Groups(
@@ -118,7 +122,7 @@ def groups(batch: Batch, examples: int, size: int, engine: BatchEngine) -> Optio
             for pair in starts
         ],
         first,
-        size,
+        size + len(widest),
     )
 
 

@@ -74,6 +74,9 @@ class TensorFlow(BatchEngine):
     def kind_of(self, leaf: Tensor) -> str:
         return leaves.kind_of(leaf)
 
+    def widest(self, batch: Batch) -> List[int]:
+        return list(dict.fromkeys(int(example) for example in leaves.widest(batch)))
+
     def in_order(self, leaf: Tensor, order: Tensor) -> Tensor:
         return leaves.in_order(leaf, order)
 

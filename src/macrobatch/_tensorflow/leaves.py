@@ -141,6 +141,24 @@ def row_lengths(leaf: tf.RaggedTensor, axis: int) -> Tensor:
     return lengths
 
 
+def length_of(leaf: Tensor, axis: int) -> int:
+    """The size along an axis of a tensor that is there; of a ragged one, its longest row."""
+    if isinstance(leaf, tf.RaggedTensor) and axis <= leaf.ragged_rank:
+        return int(tf.reduce_max(tf.concat([[0], row_lengths(leaf, axis)], 0)))
+    return int(leaf.shape[axis])
+
+
+def widest(batch: Any) -> List[Tensor]:
+    """For each ragged dimension of a batch, the example with the longest row. The first of none."""
+    found = []
+    for leaf in tf.nest.flatten(batch):
+        if isinstance(leaf, tf.RaggedTensor):
+            for axis in range(1, leaf.ragged_rank + 1):
+                order = tf.argsort(row_lengths(leaf, axis), direction="DESCENDING")
+                found.append(tf.reduce_sum(order[:1]))
+    return found
+
+
 class Pieces(NamedTuple):
     """A tensor as dense parts: those of several micro-batches, joined, make the joined tensor."""
 

@@ -70,10 +70,15 @@ class Tap:
 
 
 def _first(batch: Batch, examples: int) -> Batch:
-    return tf.nest.map_structure(
-        lambda leaf: None if leaf is None else leaves.slice_of(leaf, 0, examples, static=False),
-        batch,
-    )
+    """The first examples of a batch, and those that make it as wide as it is."""
+    places = [(0, examples), *((example, 1) for example in leaves.widest(batch))]
+
+    def taken(leaf: Any) -> Any:
+        if leaf is None:
+            return None
+        return leaves.concatenated([leaves.slice_of(leaf, *place, False) for place in places])
+
+    return tf.nest.map_structure(taken, batch)
 
 
 def _examples(batch: Batch) -> Any:
