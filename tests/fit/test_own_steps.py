@@ -343,6 +343,25 @@ def test_a_sum_of_the_compiled_loss():
     assert_as_plain("decorated", MODES["eager"])
 
 
+def tracks_two_kinds(self, data):
+    loss, gradients = gradients_of(self, data)
+    self.optimizer.apply(gradients, self.trainable_variables)
+    self.own.update_state(loss)
+    self.own.update_state(tf.linalg.global_norm(gradients))
+    return {"both": self.own.result()}
+
+
+def test_a_metric_of_the_examples_and_of_the_gradient():
+    """What depends on no example goes into a metric once, also if others go in by share."""
+
+    def build(mode):
+        model = step_of(tracks_two_kinds, own=keras.metrics.Mean("own"))
+        model.compile(step_cases.adam(), **mode)
+        return model
+
+    assert_same_training(build, CASES["guide"][1], {"micro_batch_size": 3})
+
+
 def mean_over_tokens(self, data):
     tokens, labels, real = data
     with tf.GradientTape() as tape:

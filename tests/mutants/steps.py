@@ -27,7 +27,7 @@ MUTANTS = [
         STEP,
         "return self._before[id(variable)] if self._changes_before(variable, group) else None",
         "return self._before[id(variable)] if is_seed(variable) else None",
-        (CASE + "[interleaved-eager]",),
+        (CASE + "[sharpness-graph]",),
     ),
     Mutant(
         "own steps: a replay never sees an update",
@@ -62,7 +62,7 @@ MUTANTS = [
         RUNS,
         "sample_weight: Any) -> Any:\n        return None\n",
         "sample_weight: Any) -> Any:\n        return plain(metric, values, sample_weight)\n",
-        (CASE + "[clipped-graph]",),
+        (OWN + "test_a_metric_of_the_examples_and_of_the_gradient",),
     ),
     Mutant(
         "own steps: logs of the first micro-batch only",
