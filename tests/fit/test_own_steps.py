@@ -575,11 +575,59 @@ def test_ways_to_train():
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-12)
 
 
+class Contrasting(keras.Model):
+    """Two views of each example, which a teacher makes one of; examples are compared."""
+
+    def __init__(self, cut):
+        super().__init__()
+        self.student, self.teacher = keras.layers.Dense(3), keras.layers.Dense(3, trainable=False)
+        self.cut = cut
+
+    def train_step(self, x):
+        def forward(views):
+            return self.student(views, training=True), self.teacher(views * 0.5)
+
+        def loss_fn(outputs, views):
+            logits = tf.matmul(outputs[0], outputs[1], transpose_b=True)
+            own = tf.range(tf.shape(logits)[0])
+            return tf.nn.sparse_softmax_cross_entropy_with_logits(own, logits)
+
+        forward(x[:1])  # builds both
+        variables = self.student.trainable_variables
+        if self.cut:
+            loss, gradients = macrobatch.value_and_gradients(
+                loss_fn, variables, x, micro_batch_size=3, forward=forward
+            )
+        else:
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(loss_fn(forward(x), x))
+            gradients = tape.gradient(loss, variables)
+        self.optimizer.apply(gradients, variables)
+        for slow, fast in zip(self.teacher.variables, self.student.variables):
+            slow.assign(0.9 * slow + 0.1 * fast)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("eagerly", [False, True])
+def test_a_step_that_compares_examples_and_cuts_its_batch_itself(eagerly):
+    found = []
+    for cut in (False, True):
+        keras.utils.set_random_seed(7)
+        model = Contrasting(cut)
+        model.compile(step_cases.adam(), run_eagerly=eagerly)
+        history = model.fit(step_cases.X, batch_size=20, shuffle=False, verbose=0).history
+        found.append([*model.get_weights(), history["loss"]])
+    for one, other in zip(*found):
+        np.testing.assert_allclose(one, other, rtol=0, atol=1e-10)
+
+
 def test_settings_that_do_not_go_with_an_own_step():
     inputs = keras.Input([None])
     model = step_cases.Guide(inputs, inputs)
     with pytest.raises(ValueError, match=r"sequence_axis=1.*value_and_gradients"):
         macrobatch.accumulate(model, 3, sequence_axis=1)
+    with pytest.raises(ValueError, match=r"whole_batch_loss=True.*forward="):
+        macrobatch.accumulate(model, 3, whole_batch_loss=True)
     with mirrored(2).scope():
         model = step_cases.guide({})
     with pytest.raises(ValueError, match=r"2 replicas.*value_and_gradients"):
