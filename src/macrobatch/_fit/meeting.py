@@ -61,7 +61,9 @@ class Meeting:
 
         @tf.autograph.experimental.do_not_convert
         def watched(data: Any) -> Any:
-            self._tap(self._parts(data), 2 * (self._declared() or meeting.MOST))
+            # A step refuses a model that was made outside of the scope of its strategy.
+            if self._strategy is not None or not tf.distribute.has_strategy():
+                self._tap(self._parts(data), 2 * (self._declared() or meeting.MOST))
             return step(data)
 
         return watched
