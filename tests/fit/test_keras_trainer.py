@@ -11,15 +11,19 @@ from support import thorough
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 TESTS = importlib.util.find_spec("keras.src.trainers.trainer_test")
+# What differs most from the models of our own tests.
+QUICK = (
+    "raggeds or internal_only or partial or loss_weights or metric_update "
+    "or on_batch_methods or nested_inputs or recompile"
+)
 
 
 @pytest.mark.skipif(TESTS is None, reason="this Keras comes without its tests")
 @pytest.mark.parametrize(
     ("which", "passed"),
     [
-        ("not steps_per and not predict and not val_split and not data_adapter", 52),
-        # Most of them count steps, which accumulation leaves as they are.
-        pytest.param("steps_per or predict or val_split or data_adapter", 95, marks=thorough),
+        (QUICK, 15),
+        pytest.param(f"not ({QUICK})", 132, marks=thorough),
     ],
     ids=["quick", "others"],
 )

@@ -87,7 +87,7 @@ def crossentropy(**options):
     ("build", "cut", "mode"),
     [
         (attending, "size", "graph"),
-        (attending, "tokens", "eager"),
+        pytest.param(attending, "tokens", "eager", marks=thorough),
         pytest.param(attending, "tokens", "graph", marks=thorough),
         pytest.param(attending, "size", "eager", marks=thorough),
         pytest.param(attending, "size", "compiled", marks=thorough),
@@ -105,8 +105,8 @@ def test_masked_tokens(build, cut, mode):
 @pytest.mark.parametrize(
     ("cut", "mode"),
     [
-        ("size", "graph"),
         ("tokens", "compiled"),  # the harder one
+        pytest.param("size", "graph", marks=thorough),
         pytest.param("tokens", "graph", marks=thorough),
         pytest.param("size", "compiled", marks=thorough),
     ],
@@ -196,8 +196,8 @@ def test_a_budget_for_ragged_tokens(features, mode):
 @pytest.mark.parametrize(
     ("build", "cut"),
     [
-        (classifier, "size"),
         (tagger, "tokens"),
+        pytest.param(classifier, "size", marks=thorough),
         pytest.param(classifier, "tokens", marks=thorough),
         pytest.param(tagger, "size", marks=thorough),
     ],
@@ -230,10 +230,10 @@ def test_labels_without_the_axis(cut):
     ("reduction", "mode"),
     [
         ("sum_over_batch_size", "graph"),
-        ("sum_over_batch_size", "eager"),
-        ("mean_with_sample_weight", "graph"),
-        ("sum", "graph"),
-        pytest.param("mean_with_sample_weight", "eager", marks=thorough),
+        ("mean_with_sample_weight", "eager"),
+        pytest.param("sum_over_batch_size", "eager", marks=thorough),
+        pytest.param("mean_with_sample_weight", "graph", marks=thorough),
+        pytest.param("sum", "graph", marks=thorough),
         pytest.param("sum", "eager", marks=thorough),
     ],
 )
@@ -296,7 +296,7 @@ def test_several_inputs_and_outputs():
     weights = {"tokens": real[:, : POSITIONS - 2], "score": real[:, 0]}
     how = {"cut": CUTS["size"], "loss": losses, "fit": {"sample_weight": weights}}
     how["weighted_metrics"] = {"tokens": ["sparse_categorical_accuracy"], "score": ["mae"]}
-    check(Translator, inputs, labels, **how)
+    check(Translator, inputs, labels, plain={}, **how)
 
 
 class Unmasked(layers.Layer):
@@ -311,7 +311,7 @@ class Unmasked(layers.Layer):
         return None
 
 
-@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize("mode", ["graph", pytest.param("eager", marks=thorough)])
 def test_an_output_with_a_mask_beside_one_with_weights(mode):
     """Tokens of one term are counted beforehand; the other is divided by all positions."""
 
@@ -326,7 +326,7 @@ def test_an_output_with_a_mask_beside_one_with_weights(mode):
     losses = {"a": crossentropy(), "b": crossentropy()}
     how = {"cut": CUTS["size"], "loss": losses, **MODES[mode]}
     weights = {"a": real * 0.5, "b": real * (np.arange(len(x))[:, None] % 3)}
-    check(build, x, {"a": y, "b": y}, fit={"sample_weight": weights}, **how)
+    check(build, x, {"a": y, "b": y}, fit={"sample_weight": weights}, plain={}, **how)
 
 
 def test_an_input_that_is_as_large_as_sequences_but_fixed():
@@ -401,7 +401,10 @@ class Recorder(layers.Layer):
         return x
 
 
-@pytest.mark.parametrize(("cut", "most"), [("size", 3 * (POSITIONS - 3)), ("tokens", 16)])
+@pytest.mark.parametrize(
+    ("cut", "most"),
+    [pytest.param("size", 3 * (POSITIONS - 3), marks=thorough), ("tokens", 16)],
+)
 def test_there_is_less_work(cut, most):
     x, y, _ = tokens_of()
     recorder = Recorder()
@@ -619,7 +622,7 @@ def assert_refused(model, match, *data, error=Exception, **fit):
     assert int(model.optimizer.iterations) == 0
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["graph", "eager", pytest.param("compiled", marks=thorough)])
 def test_a_loss_that_depends_on_padding(mode):
     x, y, _ = tokens_of()
     model = compiled_tagger(**MODES[mode])
@@ -627,7 +630,10 @@ def test_a_loss_that_depends_on_padding(mode):
     assert_refused(model, "The loss, or a layer before it, depends on padding", x, y)
 
 
-@pytest.mark.parametrize("layer", [layers.BatchNormalization, layers.GlobalAveragePooling1D])
+@pytest.mark.parametrize(
+    "layer",
+    [pytest.param(layers.BatchNormalization, marks=thorough), layers.GlobalAveragePooling1D],
+)
 @pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
 @pytest.mark.filterwarnings("ignore:Layer .* was passed an input with a mask")
 def test_a_layer_that_depends_on_padding(layer):
@@ -640,7 +646,7 @@ def test_a_layer_that_depends_on_padding(layer):
     assert_refused(model, "a layer before it, depends on padding", x, y[:, 0])
 
 
-@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize("mode", [pytest.param("graph", marks=thorough), "eager"])
 def test_a_layer_after_ragged_tokens_that_depends_on_padding(mode):
     x, y, _ = tokens_of()
     model = compiled_tagger(model=ragged_tagger(mask=False), **MODES[mode])
@@ -673,7 +679,7 @@ def test_ragged_tokens_of_examples_that_depend_on_each_other(mode):
         (run if mode == "eager" else tf.function(run))()
 
 
-@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize("mode", [pytest.param("graph", marks=thorough), "eager"])
 @pytest.mark.filterwarnings("ignore:Layer .* was passed an input with a mask")
 def test_a_refusal_says_where_the_mask_went(mode):
     x, y, _ = tokens_of()
@@ -691,7 +697,7 @@ def test_a_refusal_says_where_the_mask_went(mode):
     assert "No mask" not in str(refused.value)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["graph", "eager", pytest.param("compiled", marks=thorough)])
 def test_a_metric_over_all_positions(mode):
     x, y, real = tokens_of()
     model = compiled_tagger(metrics=["sparse_categorical_accuracy"], **MODES[mode])
@@ -802,7 +808,7 @@ def test_what_is_not_finite_is_no_matter_of_padding():
     assert np.isnan(model.fit(x, y[:, 0], batch_size=8, verbose=0).history["loss"][0])
 
 
-@pytest.mark.parametrize("mode", ["graph", "eager"])
+@pytest.mark.parametrize("mode", [pytest.param("graph", marks=thorough), "eager"])
 def test_values_that_happen_to_be_as_many_as_positions(mode):
     """A metric of three values for each example, and sequences of a length of three."""
 

@@ -6,31 +6,33 @@ import re
 import subprocess
 import sys
 
+import fresh
 import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
 
-def run(*command):
-    environment = {**os.environ, "TF_NUM_INTRAOP_THREADS": "1", "TF_NUM_INTEROP_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, *map(str, command)], env=environment, capture_output=True, text=True
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    return result
+@pytest.fixture
+def run(tmp_path_factory):
+    def run(script, *arguments):
+        result = fresh.run(script, *arguments, folder=tmp_path_factory.mktemp("output"))
+        assert result.returncode == 0, result.stderr[-3000:]
+        return result
+
+    return run
 
 
 def differences(output):
     return [float(number) for number in re.findall(r"by at most (\S+?),?\s", output)]
 
 
-def test_custom_loop():
+def test_custom_loop(run):
     single, mixed = differences(run(ROOT / "examples/custom_loop.py").stdout)
     assert single < 1e-5  # weights move by 0.2
     assert mixed < 1e-3
 
 
-def test_stream():
+def test_stream(run):
     result = run(ROOT / "examples/stream.py")
     found = differences(result.stdout)
     assert len(found) == 4
@@ -38,7 +40,7 @@ def test_stream():
     assert "AutoGraph could not" not in result.stderr
 
 
-def test_contrastive(tmp_path):
+def test_contrastive(run, tmp_path):
     picture = tmp_path / "picture.png"
     result = run(ROOT / "examples/contrastive.py", "--epochs", 1, "--output", picture)
     (difference,) = differences(result.stdout)
@@ -46,7 +48,7 @@ def test_contrastive(tmp_path):
     assert picture.stat().st_size > 10_000
 
 
-def test_retrieval(tmp_path):
+def test_retrieval(run, tmp_path):
     picture = tmp_path / "picture.png"
     result = run(ROOT / "examples/retrieval.py", "--steps", 5, "--output", picture)
     (difference,) = differences(result.stdout)
@@ -54,18 +56,24 @@ def test_retrieval(tmp_path):
     assert picture.stat().st_size > 10_000
 
 
-def test_multi_device():
+def test_multi_device(run):
     (difference,) = differences(run(ROOT / "examples/multi_device.py").stdout)
     assert difference < 1e-5  # weights move by 0.1
 
 
-def test_multi_worker(tmp_path):
+def test_multi_worker(run, tmp_path):
     """As it is, and started by the launcher, both with the updates of the same batches."""
     script = ROOT / "examples/multi_worker.py"
     folder = ["--folder", str(tmp_path), "--epochs", "2"]
-    launcher = ["-m", "macrobatch", "run", "--workers", "2"]
-    alone, together = run(script, *folder), run(*launcher, script, *folder)
-    for result in (alone, together):
+    launcher = [sys.executable, "-m", "macrobatch", "run", "--workers", "2"]
+    together = subprocess.run(
+        [*launcher, script, *folder],
+        env={**os.environ, **fresh.ENVIRONMENT},
+        capture_output=True,
+        text=True,
+    )
+    assert together.returncode == 0, together.stderr[-3000:]
+    for result in (run(script, *folder), together):
         losses = re.findall(r"loss: \[(\S+), (\S+)\]", result.stdout)
         assert losses
         assert all(losses[0] == each for each in losses), "workers report different losses"
@@ -90,7 +98,7 @@ def blocks_of(page):
         "docs/verify.md",
     ],
 )
-def test_code_in_the_documentation(page, tmp_path):
+def test_code_in_the_documentation(run, page, tmp_path):
     script = tmp_path / "page.py"
     script.write_text("\n".join(blocks_of(page)))
     run(script)
@@ -115,7 +123,7 @@ dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
 """
 
 
-def test_code_in_the_readme(tmp_path):
+def test_code_in_the_readme(run, tmp_path):
     first, use, *lengths, step, stream, replicas, verify = blocks_of("README.md")
     script = tmp_path / "readme.py"
     # Its batches are larger than the data here, so that nothing is accumulated: it says so.
