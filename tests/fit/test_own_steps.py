@@ -1,6 +1,7 @@
 """Models with a train step of their own: the updates of plain `fit` on the whole batch."""
 
 import functools
+import warnings
 
 import keras
 import numpy as np
@@ -499,6 +500,36 @@ def test_losses_that_are_no_means_over_examples_are_warned_of(function, message)
     macrobatch.accumulate(model, 3)
     with pytest.warns(macrobatch.ExactnessWarning, match=f"(?s){message}"):
         model.fit(tf.data.Dataset.from_tensor_slices(data).batch(20), shuffle=False, verbose=0)
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        (lambda x: tf.reduce_max(x), "'largest'"),
+        (lambda x: tf.shape(x)[0], "'value'"),
+        (lambda x: tf.reduce_sum(x), "'value'"),
+        (lambda x: tf.reduce_mean(x), None),
+    ],
+)
+def test_logs_and_metrics_that_are_no_means_over_examples_are_warned_of(value, names):
+    def reporting(self, data):
+        loss, gradients = gradients_of(self, data)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        if names == "'largest'":
+            self.own.update_state(value(data[0]))
+            return {"loss": loss, "own": self.own.result()}
+        return {"loss": loss, "value": value(data[0])}
+
+    model = step_of(reporting)
+    model.compile(step_cases.adam(), **MODES["eager"])
+    model.own = keras.metrics.Mean(name="largest")
+    macrobatch.accumulate(model, 3)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        model.fit(step_cases.X, step_cases.Y, batch_size=20, shuffle=False, verbose=0)
+    messages = [str(each.message) for each in warned]
+    assert len(messages) == (0 if names is None else 1)
+    assert all(f"no means over the examples: {names}" in message for message in messages)
 
 
 class Evaluated(keras.Model):

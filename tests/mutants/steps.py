@@ -165,7 +165,7 @@ MUTANTS = [
     Mutant(
         "own steps: a sum over the batch is not noticed",
         TRIAL,
-        "if not self._is_sum(name) and not _same(value, both[name])",
+        "if not self._is_sum(name) and not _same(value, both[name], self._sizes[name])",
         "if False",
         (OWN + "test_losses_that_are_no_means_over_examples_are_warned_of",),
     ),
@@ -175,5 +175,19 @@ MUTANTS = [
         "                found[name] = tf.reduce_sum(value)\n",
         "                found[name] = tf.zeros([])\n",
         (OWN + "test_losses_that_are_no_means_over_examples_are_warned_of",),
+    ),
+    Mutant(
+        "own steps: a log that is no mean is not noticed",
+        TRIAL,
+        "                self._report(name, logs[name])\n",
+        "                pass\n",
+        (OWN + "test_logs_and_metrics_that_are_no_means_over_examples_are_warned_of",),
+    ),
+    Mutant(
+        "own steps: a metric of what is no mean is not noticed",
+        TRIAL,
+        "            self._report(metric.name, values)\n",
+        "            pass\n",
+        (OWN + "test_logs_and_metrics_that_are_no_means_over_examples_are_warned_of",),
     ),
 ]

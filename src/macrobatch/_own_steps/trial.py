@@ -1,6 +1,8 @@
-"""A step in the trial whether examples meet: the losses whose gradients it asks for."""
+"""A step in the trial whether examples meet: the losses whose gradients it asks for, and what it
+reports as means over the examples.
+"""
 
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any, Callable, Dict, List, Optional, Sequence
 
 import keras
 import tensorflow as tf
@@ -19,24 +21,48 @@ from macrobatch._types import Batch, Tensor
 TOLERANCES = {"float64": 1e-6, "float32": 1e-3}
 COARSE = 5e-2
 
+# Kinds of values. A value is known by its kind, a place, and another place or a name.
+LOSS, REPORTED = "loss", "reported"
+
 
 class _Trying(Counting):
-    """A run of a micro-batch for its losses. It has no gradients, and updates nothing."""
+    """A run of a micro-batch for its values. It has no gradients, and updates nothing.
+
+    Attributes:
+        values: the losses, and what goes into metrics and logs as a mean over the examples.
+    """
 
     def __init__(self, plan: Plan, place: Place):
         super().__init__(plan, place)
-        self.losses: Dict[str, Tensor] = {}
+        self.values: Dict[str, Tensor] = {}
 
     def gradient_of_variables(
         self, plain: Any, tape: Any, target: Any, sources: Any, output_gradients: Any
     ) -> Any:
         place = len(self.gradients)
         for index, value in enumerate(tf.nest.flatten(target)):
-            self.losses[f"{place} {index}"] = tf.convert_to_tensor(value)
+            self.values[f"{LOSS} {place} {index}"] = tf.convert_to_tensor(value)
         # Some steps divide by the norm of a gradient.
         found = tf.nest.map_structure(lambda source: tf.ones_like(source), sources)
         self.gradients.append(found)
         return found
+
+    def update_state(self, plain: Any, metric: Any, values: Any, sample_weight: Any = None) -> Any:
+        result = super().update_state(plain, metric, values, sample_weight)
+        if self.plan.updates[self._updates - 1] in ("share", "scaled"):
+            self._report(metric.name, values)
+        return result
+
+    def note_logs(self, logs: Any) -> None:
+        """Notes the logs that are means over the examples."""
+        for name, is_mean in zip(sorted(logs), self.plan.logs):
+            if is_mean:
+                self._report(name, logs[name])
+
+    def _report(self, name: str, value: Any) -> None:
+        value = tf.convert_to_tensor(value)
+        floating = value if value.dtype.is_floating else tf.cast(value, keras.config.floatx())
+        self.values[f"{REPORTED} {len(self.values)} {name}"] = floating
 
 
 class TriedStep:
@@ -57,12 +83,13 @@ class TriedStep:
         """
         self._step, self._plan, self._weight = step, plan, weight
         self._drew = plan.draws_anew
+        self._sizes: Dict[str, float] = {}  # of each value, the largest that was found
 
     def found(self, micro_batch: Batch) -> meeting.Found:
-        """What the losses bring to those of a whole batch, each a sum over examples."""
+        """What the values bring to those of a whole batch, each a sum over examples."""
         place = self._place(micro_batch)
         found = {}
-        for name, value in self._losses(micro_batch, place).items():
+        for name, value in self._values(micro_batch, place).items():
             if self._is_sum(name):  # The tape sums a value for each example.
                 found[name] = tf.reduce_sum(value)
             else:
@@ -70,8 +97,8 @@ class TriedStep:
         return found
 
     def _is_sum(self, name: str) -> bool:
-        place, index = map(int, name.split())
-        return self._plan.gradients[place].per_example[index]
+        kind, place, index = name.split(maxsplit=2)
+        return kind == LOSS and self._plan.gradients[int(place)].per_example[int(index)]
 
     def _place(self, micro_batch: Batch) -> Place:
         """A micro-batch as a part of a batch in which every denominator is 1."""
@@ -83,7 +110,7 @@ class TriedStep:
         own = models.user_weight(self._weight, arguments, ENGINE).own
         return Place(examples, 1, tf.cast(own, tf.float64), False, ones)
 
-    def _losses(self, micro_batch: Batch, place: Place) -> Dict[str, Tensor]:
+    def _values(self, micro_batch: Batch, place: Place) -> Dict[str, Tensor]:
         run = _Trying(self._plan, place)
 
         def scope(*given: Any) -> StepScope:
@@ -92,22 +119,31 @@ class TriedStep:
 
         written = Written(self._plan.variables, [], ENGINE, scope)
         values = [None] * len(self._plan.variables)
-        stateless.run(lambda: run.run(self._step, micro_batch), written, values, alone=True)
+
+        def code() -> None:
+            run.note_logs(run.run(self._step, micro_batch))
+
+        stateless.run(code, written, values, alone=True)
         self._drew = self._drew or written.drew or written.dropped
-        return run.losses
+        for name, value in run.values.items():
+            self._sizes[name] = max(self._sizes.get(name, 0.0), float(tf.reduce_max(tf.abs(value))))
+        return run.values
 
     def messages(self, groups: meeting.Groups, verdict: meeting.Verdict) -> List[str]:
         """What to say of a trial."""
         if verdict.is_random:
             return [meeting_checks.RANDOM]
-        if verdict.layers or verdict.values:
-            places = sorted({int(name.split()[0]) for name in verdict.values})
+        places = _places(verdict.values)
+        if verdict.layers or places:
             return [checks.examples_meet(verdict.layers, places)]
-        places = self._no_means(groups.micro_batches[0])
-        return [checks.no_mean(places)] if places else []
+        others = self._no_means(groups.micro_batches[0])
+        if _places(others):
+            return [checks.no_mean(_places(others))]
+        reported = [name.split(maxsplit=2)[2] for name in (*verdict.values, *others)]
+        return [checks.reported_as_means(list(dict.fromkeys(reported)))] if reported else []
 
-    def _no_means(self, micro_batch: Batch) -> List[int]:
-        """The places of gradients whose losses are another number for the same examples twice.
+    def _no_means(self, micro_batch: Batch) -> Sequence[str]:
+        """The names of values that are another number for the same examples twice.
 
         A sum, or a sum over a constant batch size, has no examples that meet. It is no mean either.
         """
@@ -123,21 +159,28 @@ class TriedStep:
                 micro_batch,
             )
 
-        once, both = (self._losses(each, self._place(each)) for each in (times(1), times(2)))
+        once, both = (self._values(each, self._place(each)) for each in (times(1), times(2)))
         if self._drew:  # The second time, other numbers were drawn.
             return []
-        return sorted(
-            {
-                int(name.split()[0])
-                for name, value in once.items()
-                if not self._is_sum(name) and not _same(value, both[name])
-            }
-        )
+        return [
+            name
+            for name, value in once.items()
+            if not self._is_sum(name) and not _same(value, both[name], self._sizes[name])
+        ]
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _places(names: Sequence[str]) -> List[int]:
+    """Which gradients the losses among some values are of."""
+    split = [name.split(maxsplit=2) for name in names]
+    return sorted({int(place) for kind, place, _ in split if kind == LOSS})
+
+
+def _same(one: Tensor, other: Tensor, size: float) -> bool:
+    """Whether values are the same but for rounding, beside the largest that was found.
+
+    A mean may be close to 0 by chance, and have the rounding of its parts.
+    """
     if not tf.reduce_all(tf.math.is_finite(one) & tf.math.is_finite(other)):
         return True  # Nobody can tell.
     tolerance = TOLERANCES.get(one.dtype.name, COARSE)
-    size = tf.reduce_max(tf.maximum(tf.abs(one), tf.abs(other)))
-    return bool(tf.reduce_all(tf.abs(one - other) <= tf.cast(tolerance, one.dtype) * size))
+    return bool(tf.reduce_all(tf.abs(one - other) <= tf.cast(tolerance * size, one.dtype)))
