@@ -121,7 +121,7 @@ class OfForward:
             return [meeting_checks.RANDOM]
         if verdict.layers or verdict.values:
             return [self._message(verdict.layers)]
-        return []
+        return [meeting_checks.NOT_FINITE] if verdict.unknown else []
 
     def _message(self, layers: Sequence[str]) -> str:
         return meeting_checks.of_forward(layers)

@@ -468,6 +468,12 @@ def test_no_verdict_where_random_numbers_cannot_be_put_back():
     assert "tf.random" in message
 
 
+def test_no_verdict_where_the_loss_is_not_finite():
+    (message,) = said_of(build(), loss=lambda y_true, y_pred: ops.log(-ops.abs(y_pred)))
+    assert message.startswith("It is not known whether examples meet")
+    assert "NaN or infinite" in message
+
+
 def test_no_verdict_where_a_model_does_not_run_outside_of_a_graph():
     class InGraph(layers.Layer):
         def call(self, x):

@@ -475,6 +475,12 @@ def coupled_second_loss(self, data):
     return {"loss": loss}
 
 
+def not_finite(self, data):
+    loss, gradients = gradients_of(self, data, lambda x: tf.reduce_mean(tf.math.log(-x)))
+    self.optimizer.apply(gradients, self.trainable_variables)
+    return {"loss": loss}
+
+
 def summed(self, data):
     loss, gradients = gradients_of(self, data, tf.reduce_sum)
     self.optimizer.apply(gradients, self.trainable_variables)
@@ -488,6 +494,7 @@ def summed(self, data):
         (coupled_second_loss, r"Examples meet.*number 2.*forward="),
         (mean_over_tokens, "Examples meet.*micro_batch_weight="),
         (summed, "number 1.*is none.*Take a mean"),
+        (not_finite, "It is not known.*NaN or infinite"),
     ],
 )
 def test_losses_that_are_no_means_over_examples_are_warned_of(function, message):

@@ -110,6 +110,16 @@ def test_no_verdict_where_draws_are_not_put_back(mode):
     assert message.startswith("It is not known whether examples meet")
 
 
+def test_no_verdict_where_the_loss_is_not_finite():
+    model = model_of()
+
+    def loss_fn(x):
+        return tf.math.log(-tf.abs(model(x)))
+
+    (message,) = said_of(loss_fn, model.trainable_variables, "eager")
+    assert "NaN or infinite" in message
+
+
 def test_a_function_of_tensors_of_its_graph_is_silent():
     """It cannot be called outside of the graph."""
     model = model_of()

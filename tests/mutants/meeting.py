@@ -150,4 +150,11 @@ MUTANTS = [
         "",
         (LOSS_FN + "a_loss_in_which_examples_meet",),
     ),
+    Mutant(
+        "meet: losses that are not finite are taken for a verdict",
+        MEETING,
+        "            return Verdict(unknown=unknown)\n",
+        "            return Verdict()\n",
+        (FIT + "no_verdict_where_the_loss_is_not_finite",),
+    ),
 ]

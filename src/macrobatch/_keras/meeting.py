@@ -59,11 +59,13 @@ class Verdict(NamedTuple):
         values: the names of what was found in which they meet besides, or for no reason that a
             layer would give.
         is_random: whether two runs of the same examples differ, so that nothing is known.
+        unknown: the names of sums that are not finite, so that nothing is known of them.
     """
 
     layers: Sequence[str] = ()
     values: Sequence[str] = ()
     is_random: bool = False
+    unknown: Sequence[str] = ()
 
 
 class Groups(NamedTuple):
@@ -149,12 +151,12 @@ def find(
             return run(micro_batch)
 
         passes = [found(each) for each in groups.micro_batches]
-        values = compare.meeting(passes)
+        values, unknown = compare.meeting(passes), compare.not_finite(passes)
         if not values:
-            return Verdict()
+            return Verdict(unknown=unknown)
         if compare.differ(passes[0], found(groups.micro_batches[0])):
             return Verdict(is_random=True)
-        return _named(found, groups, engine, compare)
+        return _named(found, groups, engine, compare)._replace(unknown=unknown)
 
 
 def _named(
@@ -198,6 +200,14 @@ class _Comparison:
             for name, value in passes[0].items()
             if not self._is_apart([each[name] for each in passes])
         ]
+
+    def not_finite(self, passes: Sequence[Found]) -> Tuple[str, ...]:
+        """The names of the sums that are not finite in some run."""
+        return tuple(
+            name
+            for name, value in passes[0].items()
+            if not len(value.shape) and not all(bool(ops.isfinite(each[name])) for each in passes)
+        )
 
     def _is_apart(self, values: Sequence[Tensor]) -> bool:
         if len(values[0].shape) == 0:

@@ -66,6 +66,14 @@ RANDOM = (
 )
 
 
+NOT_FINITE = (
+    "It is not known whether examples meet in a layer or in the loss, which would make the update "
+    "another one than that of the whole batch: the loss of the first examples is NaN or infinite. "
+    "Look for the reason in the data, in the learning rate, or in a logarithm or a quotient of the "
+    "loss. After another accumulate or compile, the next batch is tried."
+)
+
+
 def failed(examples: int, error: Exception) -> str:
     """What to say of a model that cannot be tried."""
     reason = str(error).strip().splitlines()

@@ -60,7 +60,8 @@ class Tried(ModelStep):
 
     def messages(self, groups: Groups, verdict: Verdict) -> List[str]:
         """What to say of a trial."""
-        return meeting_checks.messages(*self.causes(verdict), verdict.is_random)
+        found = meeting_checks.messages(*self.causes(verdict), verdict.is_random)
+        return [*found, meeting_checks.NOT_FINITE] if verdict.unknown else found
 
     def causes(self, verdict: Verdict) -> Causes:
         """Where examples meet, in the words of the model."""

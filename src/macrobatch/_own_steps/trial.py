@@ -136,6 +136,8 @@ class TriedStep:
         places = _places(verdict.values)
         if verdict.layers or places:
             return [checks.examples_meet(verdict.layers, places)]
+        if _places(verdict.unknown):
+            return [meeting_checks.NOT_FINITE]
         others = self._no_means(groups.micro_batches[0])
         if _places(others):
             return [checks.no_mean(_places(others))]
