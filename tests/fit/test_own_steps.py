@@ -487,6 +487,15 @@ def summed(self, data):
     return {"loss": loss}
 
 
+def summed_with_dropout(self, data):
+    x, y = data
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum((self.dropout(self(x), training=True) - y) ** 2)
+    gradients = tape.gradient(loss, self.trainable_variables)
+    self.optimizer.apply(gradients, self.trainable_variables)
+    return {"loss": loss}
+
+
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -494,11 +503,12 @@ def summed(self, data):
         (coupled_second_loss, r"Examples meet.*number 2.*forward="),
         (mean_over_tokens, "Examples meet.*micro_batch_weight="),
         (summed, "number 1.*is none.*Take a mean"),
+        (summed_with_dropout, "number 1.*is none.*Take a mean"),
         (not_finite, "It is not known.*NaN or infinite"),
     ],
 )
 def test_losses_that_are_no_means_over_examples_are_warned_of(function, message):
-    model = step_of(function)
+    model = step_of(function, dropout=keras.layers.Dropout(0.5))
     model.compile(step_cases.adam(), **MODES["eager"])
     model.own = keras.metrics.Mean()
     data = step_cases.X, step_cases.Y

@@ -190,4 +190,11 @@ MUTANTS = [
         "            pass\n",
         (OWN + "test_logs_and_metrics_that_are_no_means_over_examples_are_warned_of",),
     ),
+    Mutant(
+        "own steps: with dropout, a sum over the batch is not noticed",
+        TRIAL,
+        "self._drew = self._drew or written.drew\n",
+        "self._drew = self._drew or written.drew or written.dropped\n",
+        (OWN + "test_losses_that_are_no_means_over_examples_are_warned_of",),
+    ),
 ]

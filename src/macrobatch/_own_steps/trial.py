@@ -110,7 +110,7 @@ class TriedStep:
         own = models.user_weight(self._weight, arguments, ENGINE).own
         return Place(examples, 1, tf.cast(own, tf.float64), False, ones)
 
-    def _values(self, micro_batch: Batch, place: Place) -> Dict[str, Tensor]:
+    def _values(self, micro_batch: Batch, place: Place, drops: bool = True) -> Dict[str, Tensor]:
         run = _Trying(self._plan, place)
 
         def scope(*given: Any) -> StepScope:
@@ -123,8 +123,8 @@ class TriedStep:
         def code() -> None:
             run.note_logs(run.run(self._step, micro_batch))
 
-        stateless.run(code, written, values, alone=True)
-        self._drew = self._drew or written.drew or written.dropped
+        stateless.run(code, written, values, alone=True, drops=drops)
+        self._drew = self._drew or written.drew
         for name, value in run.values.items():
             self._sizes[name] = max(self._sizes.get(name, 0.0), float(tf.reduce_max(tf.abs(value))))
         return run.values
@@ -161,8 +161,9 @@ class TriedStep:
                 micro_batch,
             )
 
-        once, both = (self._values(each, self._place(each)) for each in (times(1), times(2)))
-        if self._drew:  # The second time, other numbers were drawn.
+        # The second half would draw other numbers. Dropout can keep everything, others cannot.
+        once, both = (self._values(each, self._place(each), False) for each in map(times, (1, 2)))
+        if self._drew:
             return []
         return [
             name
