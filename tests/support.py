@@ -138,8 +138,8 @@ def train(
     return model, history
 
 
-# How plain Keras trains, unless told otherwise: a few steps take less time than a trace. Models with
-# several outputs need `plain={}`: Keras weighs their losses in another way where sizes are static.
+# How plain Keras trains, unless told otherwise: a few steps take less time than a trace. With
+# several outputs it needs `plain={}`: Keras weighs their losses in another way in eager mode.
 PLAIN = {"run_eagerly": True, "jit_compile": False}
 
 

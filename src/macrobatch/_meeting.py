@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from macrobatch import _checks
 from macrobatch._batches.cut import Cut
-from macrobatch._keras import meeting, meeting_checks, stateless
+from macrobatch._keras import comparison, meeting, meeting_checks, stateless
 from macrobatch._keras.scope import Written
 from macrobatch._keras.sequences import low_precision
 from macrobatch._tensorflow import graph, leaves, replicas
@@ -21,7 +21,7 @@ from macrobatch._types import Batch, Size
 
 
 def verdict_of(
-    run: Callable[[Batch], meeting.Found], groups: meeting.Groups, is_coarse: bool
+    run: Callable[[Batch], comparison.Found], groups: comparison.Groups, is_coarse: bool
 ) -> meeting.Verdict:
     """What a trial of a function shows. Outside of graphs. No variable is changed.
 
@@ -104,14 +104,14 @@ class OfForward:
         for message in self._messages(verdict):
             _checks.warn(message, _checks.ExactnessWarning)
 
-    def _found(self, micro_batch: Batch) -> meeting.Found:
+    def _found(self, micro_batch: Batch) -> comparison.Found:
         def code() -> Any:
             return self._function(micro_batch)
 
         result = stateless.run(code, Written([], self._variables, ENGINE), [], alone=True).value
         return self._values(result, ENGINE.examples(micro_batch))
 
-    def _values(self, result: Any, examples: Size) -> meeting.Found:
+    def _values(self, result: Any, examples: Size) -> comparison.Found:
         """What must be apart for each example."""
         leaves = [leaf for leaf in tf.nest.flatten(result) if isinstance(leaf, tf.Tensor)]
         return {str(place): leaf for place, leaf in enumerate(leaves) if len(leaf.shape)}
@@ -134,7 +134,7 @@ class OfLossFn(OfForward):
         super().__init__(function, variables)
         self._has_aux = has_aux
 
-    def _values(self, result: Any, examples: Size) -> meeting.Found:
+    def _values(self, result: Any, examples: Size) -> comparison.Found:
         result = loss_fns.with_aux(result)[0] if self._has_aux else result
         mean = loss_fns.mean_of(result, examples)
         found = {"numerator": mean.numerator, "denominator": mean.denominator}

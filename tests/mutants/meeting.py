@@ -5,33 +5,34 @@ from mutant import Mutant
 ROOM, FIT = "rooms/test_meeting.py::test_", "fit/test_examples_that_meet.py::test_"
 LOSS_FN = "loops/test_loss_fn_that_compares.py::test_"
 MEETING, CALLS, TRIED = "_keras/meeting.py", "_keras/calls.py", "_keras/tried.py"
+COMPARISON = "_keras/comparison.py"
 TAP, TRIAL = "_tensorflow/tap.py", "_meeting.py"
 
 MUTANTS = [
     Mutant(
         "meet: a wrong sign in the formula",
-        MEETING,
+        COMPARISON,
         "abs(here - other_a - other_b + both)",
         "abs(here - other_a + other_b - both)",
         (ROOM + "sums_and_rows_of_each_example_are_apart",),
     ),
     Mutant(
         "meet: sums are not tried",
-        MEETING,
+        COMPARISON,
         "            return self._is_sum(values)\n",
         "            return True\n",
         (ROOM + "what_meets_is_found",),
     ),
     Mutant(
         "meet: only the first rows are compared",
-        MEETING,
+        COMPARISON,
         "        pairs += [(lasts[0], lasts[1]), (lasts[2], lasts[3])]\n",
         "",
         (ROOM + "what_meets_is_found",),
     ),
     Mutant(
         "meet: only the last rows are compared",
-        MEETING,
+        COMPARISON,
         "        pairs = [(firsts[0], firsts[2]), (firsts[1], firsts[3])]\n",
         "        pairs = []\n",
         (ROOM + "what_meets_is_found",),
@@ -45,14 +46,14 @@ MUTANTS = [
     ),
     Mutant(
         "meet: one tolerance for all dtypes",
-        MEETING,
+        COMPARISON,
         '        return DOUBLE if name == "float64" else SINGLE\n',
         "        return COARSE\n",
         (ROOM + "tolerances",),
     ),
     Mutant(
         "meet: float64 is taken for exact in sums",
-        MEETING,
+        COMPARISON,
         "DOUBLE = Tolerance(rows=1e-9, spread=1e-5, size=1e-6)",
         "DOUBLE = Tolerance(rows=1e-9, spread=1e-12, size=1e-12)",
         (ROOM + "a_sum_of_float32_inside_of_float64_is_no_meeting",),
@@ -80,14 +81,14 @@ MUTANTS = [
     ),
     Mutant(
         "meet: a layer is named for what is in it",
-        MEETING,
+        COMPARISON,
         "            if not inside and self._is_culprit(same)",
         "            if self._is_culprit(same)",
         (FIT + "an_operation_of_a_functional_model_is_named",),
     ),
     Mutant(
         "meet: layers that inherit are named",
-        MEETING,
+        COMPARISON,
         "        return all(self._along_any(values) is not False for values in inputs)\n",
         "        return True\n",
         (ROOM + "layers_are_named_and_what_follows_is_not",),

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
-from macrobatch._keras import meeting
+from macrobatch._keras import comparison, meeting
 from macrobatch._types import BatchEngine
 
 
@@ -87,7 +87,11 @@ def test_what_meets_is_found(meets, examples):
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_tolerances(dtype):
     """Rounding of the dtype is none of the examples' business; ten times a tolerance is."""
-    tolerance = {"float16": meeting.COARSE, "float32": meeting.SINGLE, "float64": meeting.DOUBLE}
+    tolerance = {
+        "float16": comparison.COARSE,
+        "float32": comparison.SINGLE,
+        "float64": comparison.DOUBLE,
+    }
 
     def run(factor):
         def rows(x):

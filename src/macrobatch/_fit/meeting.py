@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from macrobatch import _checks, _internals
 from macrobatch._batches.cut import Cut
-from macrobatch._keras import meeting, meeting_checks
+from macrobatch._keras import comparison, meeting, meeting_checks
 from macrobatch._keras import model as models
 from macrobatch._keras.sequences import low_precision
 from macrobatch._keras.tried import Tried
@@ -120,7 +120,7 @@ class Meeting:
             return tried.messages(groups, verdict)
         return messages
 
-    def _groups(self, batch: Batch) -> Iterator[meeting.Groups]:
+    def _groups(self, batch: Batch) -> Iterator[comparison.Groups]:
         """Groups of examples to try, of a size that suits the trial and of one that is trained."""
         declared, examples = self._declared(), ENGINE.examples(batch)
         sizes = [size_of(self._cut, batch), max(2, self._cut.size or 2)]

@@ -9,46 +9,17 @@ few examples tell it. Random layers draw the same in each of them, since no run 
 each example stays in its place. Layers are looked at one by one only if anything differs.
 """
 
-from typing import Callable, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Callable, Iterable, List, NamedTuple, Optional, Sequence
 
-import keras
-from keras import ops, tree
+from keras import tree
 
 from macrobatch._keras import batch_norm, calls
+from macrobatch._keras.comparison import NAMED, Comparison, Found, Groups
 from macrobatch._types import Batch, BatchEngine, Tensor
-
-# What comes of a micro-batch, by name. A scalar must be a sum over examples, but for a constant.
-# Anything else must have the examples first, each with rows of its own.
-Found = Dict[str, Tensor]
 
 # Examples in a micro-batch of the trial. Of too few, none may have a partner, or lack room. Without
 # gradients, some are in less memory than one is in training.
 FEWEST, MOST = 8, 16
-# How many layers a message names.
-NAMED = 3
-
-
-class Tolerance(NamedTuple):
-    """What rounding may bring.
-
-    Rows are computed in the same places by the same operations, so they differ by little or
-    nothing. Sums are not: the rounding of a sum is that of its largest parts.
-
-    Attributes:
-        rows: in rows, over the largest number.
-        spread: in sums, over their spread.
-        size: in sums, over the largest.
-    """
-
-    rows: float
-    spread: float
-    size: float
-
-
-# A float64 model may well have a loss that computes in float32.
-DOUBLE = Tolerance(rows=1e-9, spread=1e-5, size=1e-6)
-SINGLE = Tolerance(rows=1e-4, spread=1e-3, size=1e-5)
-COARSE = Tolerance(rows=1e-2, spread=5e-2, size=1e-2)
 
 
 class Verdict(NamedTuple):
@@ -66,26 +37,6 @@ class Verdict(NamedTuple):
     values: Sequence[str] = ()
     is_random: bool = False
     unknown: Sequence[str] = ()
-
-
-class Groups(NamedTuple):
-    """Four micro-batches of groups of examples: (a, b), (a', b), (a, b'), (a', b').
-
-    Attributes:
-        micro_batches: the four.
-        first: the number of examples in a, and in a'.
-        size: that of a micro-batch.
-    """
-
-    micro_batches: List[Batch]
-    first: int
-    size: int
-
-    def start_of_last(self, axis: int, shape: Sequence[int]) -> Optional[int]:
-        """Where b starts along an axis; None if the axis cannot be that of the examples."""
-        if len(shape) <= axis or not shape[axis] or shape[axis] % self.size:
-            return None
-        return int(shape[axis] // self.size * self.first)
 
 
 def size_of(micro_batch_size: int) -> int:
@@ -143,7 +94,7 @@ def find(
         engine: the backend.
         is_coarse: whether numbers are of less than 32 bits somewhere.
     """
-    compare = _Comparison(groups, is_coarse)
+    compare = Comparison(groups, is_coarse)
     with batch_norm.frozen() as next_run:
 
         def found(micro_batch: Batch) -> Found:
@@ -160,7 +111,7 @@ def find(
 
 
 def _named(
-    run: Callable[[Batch], Found], groups: Groups, engine: BatchEngine, compare: "_Comparison"
+    run: Callable[[Batch], Found], groups: Groups, engine: BatchEngine, compare: Comparison
 ) -> Verdict:
     """The layers in which examples meet, and the values in which they still do without these.
 
@@ -185,150 +136,6 @@ def _named(
                 return Verdict(_unique([*layers, culprit[0].name])[:NAMED])
             layers.append(culprit[0].name)
             known[culprit[0].start] = made
-
-
-class _Comparison:
-    """What is the same but for rounding, of four runs."""
-
-    def __init__(self, groups: Groups, is_coarse: bool):
-        self._groups, self._is_coarse = groups, is_coarse
-
-    def meeting(self, passes: Sequence[Found]) -> List[str]:
-        """The names of the values in which examples meet."""
-        return [
-            name
-            for name, value in passes[0].items()
-            if not self._is_apart([each[name] for each in passes])
-        ]
-
-    def not_finite(self, passes: Sequence[Found]) -> Tuple[str, ...]:
-        """The names of the sums that are not finite in some run."""
-        return tuple(
-            name
-            for name, value in passes[0].items()
-            if not len(value.shape) and not all(bool(ops.isfinite(each[name])) for each in passes)
-        )
-
-    def _is_apart(self, values: Sequence[Tensor]) -> bool:
-        if len(values[0].shape) == 0:
-            return self._is_sum(values)
-        return self._are_rows(values, [0]) is not False
-
-    def _is_sum(self, values: Sequence[Tensor]) -> bool:
-        tolerance = self._tolerance(values[0])
-        here, other_a, other_b, both = (float(calls.on_host(each)) for each in values)
-        size = max(abs(here), abs(other_a), abs(other_b), abs(both))
-        if not size < float("inf"):  # nor if it is not a number
-            return True
-        spread = max(here, other_a, other_b, both) - min(here, other_a, other_b, both)
-        allowed = tolerance.spread * spread + tolerance.size * size
-        return abs(here - other_a - other_b + both) <= allowed
-
-    def _are_rows(self, values: Sequence[Tensor], axes: Iterable[int]) -> Optional[bool]:
-        """Whether, along one of some axes, each example has its own; None if nobody can tell."""
-        shape = values[0].shape
-        if any(each.shape != shape for each in values):  # ragged inputs have various lengths
-            return None
-        starts = {axis: self._groups.start_of_last(axis, shape) for axis in axes}
-        known = [(axis, start) for axis, start in starts.items() if start is not None]
-        if not known:
-            return None
-        return any(self._are_own(values, axis, start) for axis, start in known)
-
-    def _are_own(self, values: Sequence[Tensor], axis: int, start: int) -> bool:
-        """Whether each group has the same beside one group and beside the other."""
-        firsts, lasts = zip(*(_halves(each, axis, start) for each in values))
-        pairs = [(firsts[0], firsts[2]), (firsts[1], firsts[3])]
-        pairs += [(lasts[0], lasts[1]), (lasts[2], lasts[3])]
-        tolerance = self._tolerance(values[0]).rows
-        return all(_close(one, other, tolerance) for one, other in pairs)
-
-    def differ(self, some: Found, others: Found) -> bool:
-        """Whether two runs of the same examples differ."""
-        return not all(
-            value.shape == others[name].shape
-            and _close(value, others[name], self._tolerance(value).rows)
-            for name, value in some.items()
-        )
-
-    def culprits(self, recorded: Sequence[List[calls.Call]]) -> List[Tuple[calls.Call, ...]]:
-        """The calls whose inputs are those of each example, and whose outputs are not.
-
-        None if Python took another way in some of the runs.
-        """
-        first = [(call.name, call.start) for call in recorded[0]]
-        if any([(call.name, call.start) for call in each] != first for each in recorded):
-            return []
-        found: List[Tuple[calls.Call, ...]] = []
-        for same in zip(*recorded):
-            # A layer has the outputs of the layers in it.
-            inside = any(same[0].start < culprit[0].start for culprit in found)
-            if not inside and self._is_culprit(same) and len(found) < NAMED:
-                found.append(same)
-        return found
-
-    def _is_culprit(self, same: Tuple[calls.Call, ...]) -> bool:
-        outputs = list(zip(*(call.outputs for call in same)))
-        if all(self._along_any(values) is not False for values in outputs):
-            return False
-        # A mean over the batch is no row of anybody: whoever puts it into rows is the culprit.
-        inputs = list(zip(*(call.inputs for call in same)))
-        return all(self._along_any(values) is not False for values in inputs)
-
-    def _along_any(self, values: Sequence[Tensor]) -> Optional[bool]:
-        if all(
-            each.shape == values[0].shape and _close(values[0], each, self._tolerance(each).rows)
-            for each in values[1:]
-        ):
-            return True
-        return self._are_rows(values, range(len(values[0].shape)))
-
-    def as_if_apart(self, same: Tuple[calls.Call, ...]) -> Optional[List[List[Tensor]]]:
-        """The outputs of a call in four runs, with those of each example made of its own half.
-
-        None where it is not known which these are.
-        """
-        made: List[List[Tensor]] = [[], [], [], []]
-        for own, *_, other in zip(*(call.outputs for call in same)):
-            start = self._groups.start_of_last(0, own.shape)
-            if start is None or own.shape != other.shape or not same[0].is_dense:
-                return None
-            a, b = _halves(own, 0, start)
-            other_a, other_b = _halves(other, 0, start)
-            groups = [(a, b), (other_a, b), (a, other_b), (other_a, other_b)]
-            for outputs, pair in zip(made, groups):
-                outputs.append(ops.concatenate(pair, 0))
-        return made
-
-    def _tolerance(self, value: Tensor) -> Tolerance:
-        name = keras.backend.standardize_dtype(value.dtype)
-        if self._is_coarse or name in ("float16", "bfloat16"):
-            return COARSE
-        return DOUBLE if name == "float64" else SINGLE
-
-
-def _halves(values: Tensor, axis: int, start: int) -> Tuple[Tensor, Tensor]:
-    """What is before and what is behind a place along an axis."""
-    before = (slice(None),) * axis
-    first, last = (*before, slice(start)), (*before, slice(start, None))
-    return values[first], values[last]
-
-
-def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    """Whether values are the same but for rounding."""
-    dtype = keras.backend.standardize_dtype(one.dtype)
-    if not keras.backend.is_float_dtype(dtype):
-        return dtype == "string" or bool(ops.all(ops.equal(one, other)))
-    if dtype in ("float16", "bfloat16"):
-        one, other = ops.cast(one, "float32"), ops.cast(other, "float32")
-    finite = ops.isfinite(one)
-    if not bool(ops.all(ops.equal(finite, ops.isfinite(other)))):
-        return False
-    one, other = (ops.where(finite, each, ops.zeros_like(each)) for each in (one, other))
-    if 0 in one.shape:
-        return True
-    size = ops.maximum(ops.max(ops.abs(one)), ops.max(ops.abs(other)))
-    return bool(ops.max(ops.abs(one - other)) <= tolerance * size)
 
 
 def _unique(names: Iterable[str]) -> List[str]:

@@ -6,7 +6,8 @@ from keras import ops, tree
 
 from macrobatch import _internals
 from macrobatch._keras import batch_norm, meeting_checks, report
-from macrobatch._keras.meeting import Found, Groups, Verdict
+from macrobatch._keras.comparison import Found, Groups
+from macrobatch._keras.meeting import Verdict
 from macrobatch._keras.model import ModelStep
 from macrobatch._keras.scope import Scope, unique
 from macrobatch._types import Batch, BatchEngine, Whole

@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 import keras
 import tensorflow as tf
 
-from macrobatch._keras import meeting, meeting_checks, stateless
+from macrobatch._keras import comparison, meeting, meeting_checks, stateless
 from macrobatch._keras import model as models
 from macrobatch._keras.scope import Written
 from macrobatch._own_steps import checks
@@ -85,7 +85,7 @@ class TriedStep:
         self._drew = plan.draws_anew
         self._sizes: Dict[str, float] = {}  # of each value, the largest that was found
 
-    def found(self, micro_batch: Batch) -> meeting.Found:
+    def found(self, micro_batch: Batch) -> comparison.Found:
         """What the values bring to those of a whole batch, each a sum over examples."""
         place = self._place(micro_batch)
         found = {}
@@ -129,7 +129,7 @@ class TriedStep:
             self._sizes[name] = max(self._sizes.get(name, 0.0), float(tf.reduce_max(tf.abs(value))))
         return run.values
 
-    def messages(self, groups: meeting.Groups, verdict: meeting.Verdict) -> List[str]:
+    def messages(self, groups: comparison.Groups, verdict: meeting.Verdict) -> List[str]:
         """What to say of a trial."""
         if verdict.is_random:
             return [meeting_checks.RANDOM]
