@@ -43,7 +43,7 @@ def two_outputs():
 @pytest.mark.parametrize("mode", list(MODES))
 def test_an_output_whose_loss_is_a_number(mode):
     losses = ["mse", lambda y, y_pred: 0.0]
-    check(two_outputs, X, [Y, Y], loss=losses, **MODES[mode])
+    check(two_outputs, X, [Y, Y], loss=losses, plain={}, **MODES[mode])
 
 
 def slow():
@@ -66,6 +66,7 @@ def test_a_loss_without_reduction_beside_a_mean(mode):
         loss=losses,
         optimizer=lambda: keras.optimizers.SGD(1e-3),
         **MODES[mode],
+        plain={},
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, optimizers
-from support import MODES, assert_same, build_pair, check, variables
+from support import MODES, assert_same, build_pair, check, thorough, variables
 
 import macrobatch
 
@@ -714,6 +714,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024)
 """
 
 
+@thorough
 def test_a_large_table_costs_the_rows_that_are_touched():
     peaks = {}
     for kind in ("plain", "accumulated"):

@@ -905,6 +905,19 @@ def test_a_loss_fn_with_a_fixed_length():
         run(batch_of(18)["tokens"])
 
 
+def test_layers_that_xla_cannot_compile_for_any_length():
+    tokens = keras.Input([None], dtype="int32")
+    x = layers.GRU(2, return_sequences=True)(
+        layers.Embedding(VOCABULARY, 2, mask_zero=True)(tokens)
+    )
+    model = keras.Model(tokens, layers.Dense(CLASSES)(x))
+    model.compile("sgd", crossentropy(), jit_compile=True)
+    macrobatch.accumulate(model, 3, sequence_axis=1)
+    x, y, _ = tokens_of(8)
+    with pytest.raises(ValueError, match=r"recurrent layers.*Received: jit_compile=True and seq"):
+        model.fit(x, y, verbose=0)
+
+
 def test_inside_of_what_is_compiled():
     table, kernel = parameters()
 

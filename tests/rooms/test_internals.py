@@ -141,6 +141,14 @@ def test_tensorflow():
     assert not _internals.is_compiled(tf.function(compiled))
     assert not _internals.is_compiled(compiled)
 
+    @tf.function(jit_compile=True)
+    def of_random_size():
+        return tf.zeros([tf.random.uniform([], 1, 3, tf.int32)])
+
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        of_random_size()
+    assert _internals.is_of_unknown_shape(caught.value)
+
     def branching(x):
         if x > 0:
             return x

@@ -89,6 +89,16 @@ def outside_of_xla(in_xla: bool) -> None:
         )
 
 
+def not_compilable(axis: int) -> str:
+    """What to say of a model that XLA cannot compile for any length."""
+    return (
+        "XLA cannot compile this model for sequences of any length: its gradient has shapes that "
+        "are known only when it runs, as those of recurrent layers (LSTM, GRU) are. Received: "
+        f"jit_compile=True and sequence_axis={axis}. Compile the model with jit_compile=False, or "
+        "leave sequence_axis out."
+    )
+
+
 def has_sequences(leaves: Sequence[Any], axis: int, batch: Any) -> None:
     """Raises if nothing in a batch has the sequence axis."""
     if not leaves:

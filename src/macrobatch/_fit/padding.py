@@ -91,6 +91,8 @@ class Padding:
 
     def diagnosed(self, error: Exception) -> Exception:
         """The error that a graph has raised, or what is known of its cause."""
+        if self._cut.axis is not None and _internals.is_of_unknown_shape(error):
+            return ValueError(checks.not_compilable(self._cut.axis))
         return self._explained(error)
 
 

@@ -45,6 +45,11 @@ def is_compiled(function: Any) -> bool:
     return bool(getattr(function, "_jit_compile", False))
 
 
+def is_of_unknown_shape(error: Exception) -> bool:
+    """Whether XLA could not compile because a shape depends on data. Only the text tells."""
+    return "compile-time constant" in str(error)
+
+
 def is_recording() -> bool:
     """Whether a tape of this thread records. A tape tells it of itself only."""
     from tensorflow.python.eager import record
