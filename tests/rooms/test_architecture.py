@@ -46,12 +46,18 @@ MAY_IMPORT = {
         "_own_steps",
     },
     "_accumulate": {*SHARED, "_tensorflow", "_batches", "_keras", "_fit"},
+    "_no_trace": {*SHARED, "_tensorflow", "_batches", "_keras", "_fit"},
     "_verify": {
         *SHARED,
         *("_tensorflow", "_batches", "_keras", "_meeting", "_fit"),
-        "_accumulate",
+        *("_accumulate", "_no_trace"),
     },
-    "cli": {"_workers", "_verify"},
+    "_plan": {
+        *SHARED,
+        *("_tensorflow", "_batches", "_keras", "_fit", "_sizes"),
+        *("_accumulate", "_no_trace"),
+    },
+    "cli": {"_workers", "_verify", "_plan"},
     "__main__": {"cli"},
 }
 
