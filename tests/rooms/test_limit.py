@@ -84,10 +84,10 @@ def test_bad_limits(given):
     ("size", "expected"),
     [
         (0, "0 B"),
-        (999, "999 B"),
+        (1023, "1023 B"),
         (5 * MIB, "5 MiB"),
         (999 * MIB, "999 MiB"),
-        (1023 * MIB, "0.999 GiB"),
+        (1023 * MIB, "1023 MiB"),
         (6 * GIB, "6 GiB"),
         (6.25 * GIB, "6.25 GiB"),
         (100 * GIB, "100 GiB"),

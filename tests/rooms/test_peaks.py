@@ -91,6 +91,9 @@ def test_one_point_counts_as_if_all_came_from_examples():
     line = line_through([(2, 300)], before=100)
     assert (line.base, line.slope) == (100, 100)
     assert line.at(4) == 500
+    line = line_through([(2, 300)], before=100, once=40)
+    assert (line.base, line.slope) == (140, 80)
+    assert line_through([(2, 300)], before=100, once=999).at(4) == 300
 
 
 def test_points_on_a_line():
@@ -116,6 +119,12 @@ def test_the_last_part_counts_if_it_is_steeper():
     assert line_through(points, before=0).slope == 100
 
 
+def test_the_line_to_tell_people():
+    assert peaks.average_line([(1, 110), (2, 130), (3, 150)]) == pytest.approx((90, 20))
+    assert peaks.average_line([(1, 120), (2, 100)]) == (110, 0)
+    assert peaks.average_line([(4, 120)]) == (120, 0)
+
+
 def test_a_size_that_was_run_again_counts_with_its_highest_peak():
     points = [(1, 110), (2, 140), (1, 120), (2, 130)]
     line = line_through(points, before=0)
@@ -123,17 +132,27 @@ def test_a_size_that_was_run_again_counts_with_its_highest_peak():
 
 
 def test_what_fits():
-    line = line_through([(1, 120), (2, 140)], before=0)
+    line = line_through([(1, 120), (2, 140), (4, 180)], before=0)
     assert line.fits(4, 180, margin=0)
     assert not line.fits(4, 179, margin=0)
     assert line.fits(4, 200, margin=0.1)
     assert not line.fits(4, 199, margin=0.1)
+    # By default a twentieth stays free.
     assert line.fits(4, 190)
-    assert not line.fits(4, 188)
+    assert not line.fits(4, 189)
     sizes = [1, 2, 4, 8]
     assert line.largest(1000, sizes) == 8
     assert line.largest(190, sizes) == 4
     assert line.largest(50, sizes) == 0
+
+
+def test_growth_beyond_what_was_measured_counts_more():
+    line = line_through([(1, 120), (2, 140)], before=0)
+    assert line.at(4) == 180
+    assert line.fits(4, 200, margin=0)
+    assert not line.fits(4, 199, margin=0)
+    # One point alone is on the safe side already.
+    assert line_through([(1, 120)], before=100).fits(2, 140, margin=0)
 
 
 @pytest.mark.parametrize("seed", range(30))

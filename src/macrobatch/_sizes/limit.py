@@ -22,6 +22,8 @@ EXPECTED = (
     'there (0.5, "50%").'
 )
 
+NO_LIMIT = 2**62  # bytes
+
 MemoryLimit = Union[int, float, str, None]
 
 
@@ -124,7 +126,7 @@ def _refused(given: Any, reason: str = "") -> ValueError:
 def shown(size: float) -> str:
     """Bytes as people read them."""
     for unit in ("B", "KiB", "MiB"):
-        if size < 1000:
+        if size < 1023.5:
             return f"{size:.0f} {unit}"
         size /= 1024
     return f"{size:.3g} GiB"
