@@ -80,8 +80,8 @@ def _draw_speed(axes: Any, plan: Plan) -> None:
     if plain:
         speeds.append(plain)
         axes.axhline(plain, color=GREY, lw=1.2, ls="--")
-        _label(axes, "plain batch", (points[-1][0], plain), (8, 5), GREY, ha="right")
-    axes.set_ylim(0, max(speeds) * 1.18)
+        _label(axes, "plain batch", (points[0][0], plain), (-8, 5), GREY)
+    axes.set_ylim(0, max(speeds) * 1.25)
     axes.set_title("Speed, examples/s", loc="left", fontsize=10, color=GREY)
     _mark(axes, plan, points, "examples/s")
 
@@ -91,8 +91,9 @@ def _mark(axes: Any, plan: Plan, points: List[Tuple[int, float]], unit: str) -> 
     (chosen,) = (point for point in points if point[0] == plan.micro_batch_size)
     axes.scatter(*chosen, s=150, facecolors="none", edgecolors="black", lw=1.5, zorder=4)
     number = f"{chosen[1]:.3g}" if chosen[1] < 1000 else f"{chosen[1]:.0f}"
-    side = "left" if chosen[0] == points[0][0] else "right" if chosen == points[-1] else "center"
-    _label(axes, f"{number} {unit}", chosen, (0, -24), "black", ha=side)
+    # Memory rises, so that there is room to the left of a point.
+    side = "left" if chosen == points[0] else "right"
+    _label(axes, f"{number} {unit}", chosen, (0, 11), "black", ha=side)
 
 
 def _label(

@@ -47,7 +47,7 @@ class Trial:
 
     def start(self) -> None:
         """The first update, by `fit` itself, and one or two more that are timed."""
-        self._model.fit(self._data, steps_per_epoch=1, verbose=0)
+        self._model.fit(self._data, steps_per_epoch=1, shuffle=False, verbose=0)
         self._iterator = iter(self._data)
         self.update()
         if self.seconds[0] < LONG:

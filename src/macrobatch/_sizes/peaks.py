@@ -192,7 +192,7 @@ def average_line(points: Sequence[Tuple[int, int]]) -> Tuple[float, float]:
     """The base and the slope of the line through the middle of the points, to tell people."""
     sizes, peaks = [size for size, _ in points], [peak for _, peak in points]
     slope = max(_least_squares(sizes, peaks), 0.0) if len(set(sizes)) > 1 else 0.0
-    return sum(peaks) / len(peaks) - slope * sum(sizes) / len(sizes), slope
+    return max(sum(peaks) / len(peaks) - slope * sum(sizes) / len(sizes), 0.0), slope
 
 
 def _least_squares(sizes: List[int], peaks: List[int]) -> float:
