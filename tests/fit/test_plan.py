@@ -283,13 +283,24 @@ def test_nothing_changes(build):
     assert ends[0] == ends[1]
 
 
-def test_what_was_never_trained_stays_so():
-    model = mlp(metrics=["mae"])
+class OwnCompile(keras.Sequential):
+    def compile(self, *args, **kwargs):
+        super().compile(*args, **kwargs)
+
+
+def with_own_compile(**options):
+    return compiled(OwnCompile([keras.Input([5]), layers.Dense(1)]), **options)
+
+
+@pytest.mark.parametrize("build", [mlp, with_own_compile])
+def test_what_was_never_trained_stays_so(build):
+    model = build(metrics=["mae"])
     before = everything(model)
     macrobatch.find_micro_batch_size(model, X[:2], Y[:2])
     assert everything(model) == before
     assert not model.optimizer.built
     assert not model._compile_metrics.built
+    assert not model._compile_loss.built
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -142,6 +142,13 @@ MUTANTS = [
         (OF_PLAN + "a_failure_changes_nothing",),
     ),
     Mutant(
+        "plan: what an own compile has yet to build is built",
+        "_no_trace/compiled.py",
+        "    _internals.set_compiled_apart(other)\n",
+        "",
+        (OF_PLAN + "what_was_never_trained_stays_so[with_own_compile]",),
+    ),
+    Mutant(
         "plan: frozen weights are copied",
         UNCHANGED,
         "lazily = {id(variable) for variable in rarely_written}",

@@ -44,6 +44,7 @@ def alike(
 def by_own_compile(model: Any, other: Any, as_it_trains: bool = False) -> Tuple[str, ...]:
     """Gives a model that has its own compile other optimizers."""
     vars(other).update(train_function=None, test_function=None)
+    _internals.set_compiled_apart(other)
     if not as_it_trains:
         vars(other)["_jit_compile"] = False
     renew_optimizers(model, other, only_unbuilt=as_it_trains)
