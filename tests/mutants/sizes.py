@@ -53,8 +53,8 @@ MUTANTS = [
     Mutant(
         "peaks: a slope below zero",
         PEAKS,
-        "slopes = [0.0]",
-        "slopes = [-1e9]",
+        "slopes, bases = [0.0], ",
+        "slopes, bases = [-1e9], ",
         (OF_PEAKS + "the_slope_is_at_least_zero_and_the_base_what_was_there",),
     ),
     Mutant(
@@ -65,10 +65,10 @@ MUTANTS = [
         (OF_PEAKS + "the_last_part_counts_if_it_is_steeper",),
     ),
     Mutant(
-        "peaks: points above the line",
+        "peaks: the line starts at what was there before",
         PEAKS,
-        "base = max([float(before), *(peak - slope * size for size, peak in seen)])",
-        "base = float(before)",
+        "base = max(bases)",
+        "base = bases[0]",
         (OF_PEAKS + "points_on_a_line",),
     ),
     Mutant(

@@ -119,6 +119,13 @@ def test_the_last_part_counts_if_it_is_steeper():
     assert line_through(points, before=0).slope == 100
 
 
+def test_small_sizes_do_not_lift_a_line_that_is_steep_at_its_end():
+    points = [(1, 1000), (2, 1000), (4, 1000), (8, 1400)]
+    line = line_through(points, before=0)
+    assert line.at(1) == 1000
+    assert line.at(9) == 1500
+
+
 def test_the_line_to_tell_people():
     assert peaks.average_line([(1, 110), (2, 130), (3, 150)]) == pytest.approx((90, 20))
     assert peaks.average_line([(1, 120), (2, 100)]) == (110, 0)

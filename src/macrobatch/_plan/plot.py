@@ -91,8 +91,8 @@ def _mark(axes: Any, plan: Plan, points: List[Tuple[int, float]], unit: str) -> 
     (chosen,) = (point for point in points if point[0] == plan.micro_batch_size)
     axes.scatter(*chosen, s=150, facecolors="none", edgecolors="black", lw=1.5, zorder=4)
     number = f"{chosen[1]:.3g}" if chosen[1] < 1000 else f"{chosen[1]:.0f}"
-    # Memory rises, so that there is room to the left of a point.
-    side = "left" if chosen == points[0] else "right"
+    # Memory rises, so that there is room to the left of a point, if not in front of the axis.
+    side = "left" if points.index(chosen) < len(points) / 2 else "right"
     _label(axes, f"{number} {unit}", chosen, (0, 11), "black", ha=side)
 
 

@@ -176,15 +176,18 @@ def line_through(points: Sequence[Tuple[int, int]], before: int, once: int = 0) 
         highest[size] = max(highest[size], peak)
     seen = tuple(highest.items())
     sizes, peaks = list(highest), list(highest.values())
-    slopes = [0.0]
+    slopes, bases = [0.0], [float(before)]
     if len(seen) == 1:
         slopes.append((peaks[0] - before - once) / sizes[0])
     elif seen:
         last = (peaks[-1] - peaks[-2]) / (sizes[-1] - sizes[-2])
         slopes += [_least_squares(sizes, peaks), last]
     slope = max(slopes)
-    # No point is above the line, and nothing gives back what was there before.
-    base = max([float(before), *(peak - slope * size for size, peak in seen)])
+    if seen:
+        # Through the largest size, or through the line of least squares there, if that is above.
+        base, rise = average_line(seen)
+        bases.append(max(peaks[-1], base + rise * sizes[-1]) - slope * sizes[-1])
+    base = max(bases)
     return Line(base, slope, seen)
 
 
@@ -192,10 +195,14 @@ def average_line(points: Sequence[Tuple[int, int]]) -> Tuple[float, float]:
     """The base and the slope of the line through the middle of the points, to tell people."""
     sizes, peaks = [size for size, _ in points], [peak for _, peak in points]
     slope = max(_least_squares(sizes, peaks), 0.0) if len(set(sizes)) > 1 else 0.0
-    return max(sum(peaks) / len(peaks) - slope * sum(sizes) / len(sizes), 0.0), slope
+    return max(_mean(peaks) - slope * _mean(sizes), 0.0), slope
 
 
 def _least_squares(sizes: List[int], peaks: List[int]) -> float:
-    mean, level = sum(sizes) / len(sizes), sum(peaks) / len(peaks)
+    mean, level = _mean(sizes), _mean(peaks)
     spread = sum((size - mean) ** 2 for size in sizes)
     return sum((s - mean) * (p - level) for s, p in zip(sizes, peaks)) / spread
+
+
+def _mean(numbers: List[int]) -> float:
+    return sum(numbers) / len(numbers)
