@@ -127,6 +127,12 @@ def test_the_engine_knows_no_keras(module):
     assert not [name for name in imports_of(FILES[module]) if name.split(".")[0] == "keras"]
 
 
+@pytest.mark.parametrize("name", ["limit", "peaks"])
+def test_limits_and_peaks_know_no_tensorflow(name):
+    imported = [each.split(".")[0] for each in imports_of(FILES[f"macrobatch._sizes.{name}"])]
+    assert not {"tensorflow", "keras"} & set(imported)
+
+
 @pytest.mark.parametrize("name", sorted(ON_TENSORFLOW_1))
 def test_what_runs_on_tensorflow_1_imports_nothing_newer(name):
     for imported in at_import_time(FILES[f"macrobatch.{name}"]):
