@@ -1,6 +1,7 @@
 """What the equivalence tests share: training a model plainly and accumulated, and comparing."""
 
 import contextlib
+import random
 from typing import NamedTuple
 
 import keras
@@ -162,3 +163,36 @@ def check(
     assert_same(plain, accumulated)
     assert_same_history(history, other)
     return plain, accumulated
+
+
+# Nothing changes
+
+
+def everything(model):
+    """All that must be as before: of the model, and what is global."""
+    optimizer = model.optimizer
+    variables = [*model.variables, *model.metrics_variables, *optimizer.variables]
+    attributes = {name: id(value) for name, value in vars(model).items()}
+    layers_before = {
+        layer.name: sorted(vars(layer)) for layer in model._flatten_layers(include_self=False)
+    }
+    settings = keras.config.floatx(), keras.config.dtype_policy().name
+    return (
+        [(id(v), v.path, np.array(v).tolist()) for v in variables],
+        attributes,
+        layers_before,
+        sorted(vars(optimizer)),
+        settings,
+    )
+
+
+def draws():
+    """What is drawn, and named, next."""
+    return (
+        random.random(),
+        np.random.rand(),  # noqa: NPY002
+        keras.random.uniform([2]).numpy().tolist(),
+        tf.random.uniform([2]).numpy().tolist(),
+        keras.layers.Dense(1).name,
+        keras.initializers.GlorotUniform()([2, 2]).numpy().tolist(),
+    )

@@ -9,6 +9,7 @@ The ways in, one file each:
     _value_and_gradients         value_and_gradients: a step of your own, the whole batch in hand
     _gradient_accumulator        GradientAccumulator: micro-batches that arrive one by one
     _verify                      verify: is it exact for this model and this batch, and if not, why
+    _plan                        find_micro_batch_size: which size fits, and which is fastest
 
 The rooms, in the order of the data flow. A room imports only from those above it:
 
@@ -20,7 +21,9 @@ The rooms, in the order of the data flow. A room imports only from those above i
     _own_steps                   a step that a model brings itself, on gradients of the whole batch
     _workers                     several processes: wait for each other, launch them
     _gradients                   functions of the user's: how they run, in one pass or two
+    _sizes                       how much memory there may be, and what each size takes
     _fit                         puts it all into a Keras model
+    _no_trace                    work on a user's model that leaves no trace
 
 _batches and _keras import no engine: one is passed in (_types.Engine).
 """
@@ -33,6 +36,7 @@ if _TYPE_CHECKING:
     from macrobatch._accumulate import accumulate, release
     from macrobatch._checks import ExactnessWarning
     from macrobatch._gradient_accumulator import GradientAccumulator
+    from macrobatch._plan.find import find_micro_batch_size
     from macrobatch._value_and_gradients import value_and_gradients
     from macrobatch._verify.verify import verify
     from macrobatch._workers.wait import wait_for_workers
@@ -43,6 +47,7 @@ __all__ = [
     "ExactnessWarning",
     "GradientAccumulator",
     "accumulate",
+    "find_micro_batch_size",
     "release",
     "value_and_gradients",
     "verify",
@@ -53,6 +58,7 @@ _ROOMS = {
     "ExactnessWarning": "_checks",
     "GradientAccumulator": "_gradient_accumulator",
     "accumulate": "_accumulate",
+    "find_micro_batch_size": "_plan.find",
     "release": "_accumulate",
     "value_and_gradients": "_value_and_gradients",
     "verify": "_verify.verify",

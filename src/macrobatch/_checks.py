@@ -3,6 +3,7 @@ how messages show a value. Runs on TensorFlow 1.14 too.
 """
 
 import os
+import re
 import sys
 import warnings
 import weakref
@@ -48,6 +49,13 @@ def _shown(value: Any) -> str:
     shape = getattr(value, "shape", None)
     name = type(value).__name__
     return name if shape is None else f"{name} {shape}"
+
+
+def one_line(error: BaseException, limit: int = 1000) -> str:
+    """The kind of an error and its text, in one line."""
+    plain = re.sub("\x1b\\[[0-9;]*m", "", str(error))  # Keras prints some of it bold
+    text = f"{type(error).__name__}: {' '.join(plain.split())}"
+    return text if len(text) <= limit else text[:limit] + "..."
 
 
 def some(names: Sequence[str], most: int = 3) -> str:

@@ -1,5 +1,5 @@
 """The command `macrobatch`: its arguments. What `macrobatch run` does is in _workers.launch, what
-`macrobatch verify` does in _verify.command.
+`macrobatch verify` and `macrobatch plan` do in _verify.command and _plan.command.
 
 Nothing here uses TensorFlow, which takes seconds to import.
 """
@@ -7,9 +7,10 @@ Nothing here uses TensorFlow, which takes seconds to import.
 import argparse
 import os
 import sys
-from typing import Any, List, Optional, Sequence
+from typing import Any, Dict, List, Optional, Sequence
 
 from macrobatch import __version__
+from macrobatch._plan import command as planning
 from macrobatch._verify import command as verification
 from macrobatch._workers import launch
 
@@ -20,9 +21,11 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parser.add_argument("--version", action="version", version=f"macrobatch {__version__}")
     commands = parser.add_subparsers(metavar="command", dest="command")
     commands.required = True
-    run, verify = _add_run(commands), _add_verify(commands)
+    adders = {"run": (_add_run, _run), "verify": (_add_verify, _verify), "plan": (_add_plan, _plan)}
+    parsers = {name: add(commands) for name, (add, _) in adders.items()}
     options = parser.parse_args(arguments)
-    return _verify(verify, options) if options.command == "verify" else _run(run, options)
+    _, start = adders[options.command]
+    return start(parsers[options.command], options)
 
 
 def _add_run(commands: Any) -> argparse.ArgumentParser:
@@ -76,13 +79,69 @@ def _add_verify(commands: Any) -> argparse.ArgumentParser:
     return verify
 
 
-def _verify(parser: argparse.ArgumentParser, options: Any) -> int:
+def _add_plan(commands: Any) -> argparse.ArgumentParser:
+    plan: argparse.ArgumentParser = commands.add_parser(
+        "plan",
+        allow_abbrev=False,
+        usage="macrobatch plan [--memory-limit 6GiB] [--plot plan.png] [--json] "
+        "(script.py ... | module:function)",
+        help="which micro_batch_size fits into memory, and which is fastest?",
+        description="Tries sizes of micro-batches on one batch, and shows the memory and the speed "
+        "of each. A script runs until its first fit(), whose model and first batch are taken. A "
+        "function returns them: (model, x, y). Exit code 0: found; 1: nothing fits; 2: could not "
+        "tell.",
+        epilog="Example: macrobatch plan --memory-limit 6GiB --plot plan.png train.py --epochs 3",
+    )
+    plan.add_argument(
+        "--memory-limit",
+        metavar="LIMIT",
+        help="what the process may take in all (6GiB, 500MB), or a fraction (0.5, 50%%). If not "
+        "given, what the machine and the container allow, less what others use",
+    )
+    plan.add_argument(
+        "--objective",
+        choices=("fastest", "largest"),
+        default="fastest",
+        help="which of the sizes that fit to take; fastest if not given",
+    )
+    plan.add_argument(
+        "--sequence-axis", type=int, metavar="N", help="the axis along which sequences are padded"
+    )
+    plan.add_argument(
+        "--whole-batch-loss", action="store_true", help="as accumulate(..., whole_batch_loss=True)"
+    )
+    plan.add_argument("--plot", metavar="FILE", help="draw memory and speed against the size")
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON")
+    plan.add_argument("target", nargs=argparse.REMAINDER, help="what to plan for")
+    return plan
+
+
+def _plan(parser: argparse.ArgumentParser, options: Any) -> int:
+    _check_target(parser, options)
+    settings = _given(options, ("sequence_axis", "whole_batch_loss"))
+    return planning.run(
+        options.target,
+        planning.Options(
+            options.memory_limit, options.objective, settings, options.plot, options.json
+        ),
+    )
+
+
+def _check_target(parser: argparse.ArgumentParser, options: Any) -> None:
     if not options.target:
         parser.error("a script.py, or module:function, must follow the options. Received: none.")
-    names = ("micro_batch_size", "micro_batch_tokens", "sequence_axis", "whole_batch_loss")
+
+
+def _given(options: Any, names: Sequence[str]) -> Dict[str, Any]:
+    """Those of the settings of `accumulate` that were given."""
     settings = {name: getattr(options, name) for name in names}
-    given = {name: v for name, v in settings.items() if v is not None and v is not False}
-    return verification.run(options.target, given, options.json)
+    return {name: v for name, v in settings.items() if v is not None and v is not False}
+
+
+def _verify(parser: argparse.ArgumentParser, options: Any) -> int:
+    _check_target(parser, options)
+    names = ("micro_batch_size", "micro_batch_tokens", "sequence_axis", "whole_batch_loss")
+    return verification.run(options.target, _given(options, names), options.json)
 
 
 def _run(run: argparse.ArgumentParser, options: Any) -> int:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import random
 
 import keras
 import numpy as np
@@ -10,7 +9,7 @@ import pytest
 import tensorflow as tf
 import verify_models as models
 from keras import layers, ops
-from support import thorough
+from support import draws, everything, thorough
 from test_accumulator_everywhere import mirrored
 from verify_models import EXACT, SIZE, X, Y, compiled, mlp
 
@@ -247,36 +246,6 @@ def test_a_difference_that_nothing_explains(monkeypatch):
 
 
 # Nothing changes
-
-
-def everything(model):
-    """All that must be as before: of the model, and what is global."""
-    optimizer = model.optimizer
-    variables = [*model.variables, *model.metrics_variables, *optimizer.variables]
-    attributes = {name: id(value) for name, value in vars(model).items()}
-    layers_before = {
-        layer.name: sorted(vars(layer)) for layer in model._flatten_layers(include_self=False)
-    }
-    settings = keras.config.floatx(), keras.config.dtype_policy().name
-    return (
-        [(id(v), v.path, np.array(v).tolist()) for v in variables],
-        attributes,
-        layers_before,
-        sorted(vars(optimizer)),
-        settings,
-    )
-
-
-def draws():
-    """What is drawn, and named, next."""
-    return (
-        random.random(),
-        np.random.rand(),  # noqa: NPY002
-        keras.random.uniform([2]).numpy().tolist(),
-        tf.random.uniform([2]).numpy().tolist(),
-        keras.layers.Dense(1).name,
-        keras.initializers.GlorotUniform()([2, 2]).numpy().tolist(),
-    )
 
 
 def in_a_graph():

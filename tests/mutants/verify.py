@@ -6,7 +6,7 @@ TESTS = "fit/test_verify.py::test_"
 EXACT, INEXACT = TESTS + "exact_models", TESTS + "inexact_models"
 UNCHANGED, COMMAND = TESTS + "nothing_changes", "processes/test_verify_command.py::test_"
 COMPARE, CAUSES, REPLAY = (f"_verify/{name}.py" for name in ("compare", "causes", "replay"))
-SUBJECT, PUT_BACK = (f"_verify/{name}.py" for name in ("subject", "unchanged"))
+SUBJECT, PUT_BACK = "_verify/subject.py", "_no_trace/unchanged.py"
 
 MUTANTS = [
     Mutant(
@@ -116,7 +116,7 @@ MUTANTS = [
     ),
     Mutant(
         "verify: a copy without the weights of the optimizer",
-        "_verify/compiled.py",
+        "_no_trace/compiled.py",
         "    if optimizer.built:\n",
         "    if False:\n",
         (TESTS + "the_optimizer_goes_on_from_where_it_is",),
@@ -144,7 +144,7 @@ MUTANTS = [
     ),
     Mutant(
         "verify: fit stays as it was patched",
-        "_verify/capture.py",
+        "_no_trace/capture.py",
         "            model.fit = fit\n",
         "            pass\n",
         (COMMAND + "a_script_runs_until_its_first_fit",),

@@ -96,6 +96,7 @@ def blocks_of(page):
         "docs/examples-that-meet.md",
         "docs/train-steps.md",
         "docs/verify.md",
+        "docs/sizes.md",
     ],
 )
 def test_code_in_the_documentation(run, page, tmp_path):

@@ -4,36 +4,11 @@ import json
 import re
 import subprocess
 import sys
-import textwrap
 
 import keras
 import pytest
 
 from macrobatch import cli
-
-HEADER = """
-import sys
-import keras, numpy as np
-
-random = np.random.default_rng(0)
-x, y = random.normal(size=[48, 3]), random.normal(size=[48, 1])
-
-def model_with(*layers, **options):
-    model = keras.Sequential([keras.Input([3]), *layers, keras.layers.Dense(1)], name="small")
-    model.compile(**{"optimizer": "sgd", "loss": "mse", "run_eagerly": True, **options})
-    return model
-"""
-
-
-@pytest.fixture
-def script(tmp_path, monkeypatch):
-    """Writes a script into the current folder, with a few names for all."""
-    monkeypatch.chdir(tmp_path)
-
-    def write(text, name="script.py"):
-        (tmp_path / name).write_text(HEADER + textwrap.dedent(text))
-
-    return write
 
 
 def test_a_script_runs_until_its_first_fit(script, capsys):

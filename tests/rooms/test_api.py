@@ -6,6 +6,7 @@ def test_public_names():
         "ExactnessWarning",
         "GradientAccumulator",
         "accumulate",
+        "find_micro_batch_size",
         "release",
         "value_and_gradients",
         "verify",

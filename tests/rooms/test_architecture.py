@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "_keras": SHARED,
     "_meeting": {*SHARED, "_tensorflow", "_batches", "_keras"},
     "_own_steps": {*SHARED, "_tensorflow", "_batches", "_keras"},
+    "_sizes": {*SHARED, "_tensorflow"},
     "_workers": {*SHARED, "_tensorflow"},
     "_fit": {
         *SHARED,
@@ -45,12 +46,18 @@ MAY_IMPORT = {
         "_own_steps",
     },
     "_accumulate": {*SHARED, "_tensorflow", "_batches", "_keras", "_fit"},
+    "_no_trace": {*SHARED, "_tensorflow", "_batches", "_keras", "_fit"},
     "_verify": {
         *SHARED,
         *("_tensorflow", "_batches", "_keras", "_meeting", "_fit"),
-        "_accumulate",
+        *("_accumulate", "_no_trace"),
     },
-    "cli": {"_workers", "_verify"},
+    "_plan": {
+        *SHARED,
+        *("_tensorflow", "_batches", "_keras", "_fit", "_sizes"),
+        *("_accumulate", "_no_trace"),
+    },
+    "cli": {"_workers", "_verify", "_plan"},
     "__main__": {"cli"},
 }
 
@@ -118,6 +125,12 @@ def test_arithmetic_and_batches_know_no_backend(module):
 @pytest.mark.parametrize("module", [m for m in FILES if room_of(m) == "_tensorflow"])
 def test_the_engine_knows_no_keras(module):
     assert not [name for name in imports_of(FILES[module]) if name.split(".")[0] == "keras"]
+
+
+@pytest.mark.parametrize("name", ["limit", "peaks"])
+def test_limits_and_peaks_know_no_tensorflow(name):
+    imported = [each.split(".")[0] for each in imports_of(FILES[f"macrobatch._sizes.{name}"])]
+    assert not {"tensorflow", "keras"} & set(imported)
 
 
 @pytest.mark.parametrize("name", sorted(ON_TENSORFLOW_1))

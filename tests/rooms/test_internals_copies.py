@@ -103,3 +103,18 @@ def test_global_state():
         assert of_operations.getstate() != before
     assert of_operations.getstate() == before
     assert drawn() == first
+
+
+def test_a_copy_builds_its_compiled_loss_and_metrics_apart():
+    shared = keras.Input([4])
+    plain = keras.Model(shared, [layers.Dense(1)(shared), layers.Dense(2)(shared)])
+    plain.compile("sgd", ["mse", "mae"], metrics=[["mae"], []], run_eagerly=True)
+    other = _internals.copy_of_model(plain)
+    _internals.set_compiled_apart(other)
+    other.train_on_batch(np.ones([2, 4]), [np.ones([2, 1]), np.ones([2, 2])])
+    assert other._compile_metrics.built
+    assert other._compile_loss.built
+    assert not plain._compile_metrics.built
+    assert not plain._compile_loss.built
+    assert [metric.name for metric in plain._compile_loss.metrics] == []
+    assert len(other._compile_loss.metrics) == 2

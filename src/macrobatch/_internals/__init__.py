@@ -11,6 +11,7 @@ from macrobatch._internals.copies import (
     data_of_fit,
     in_float64,
     same_global_state,
+    set_compiled_apart,
 )
 from macrobatch._internals.models import (
     BUILDING,
@@ -89,6 +90,7 @@ __all__ = [
     "predictions",
     "raw_value",
     "same_global_state",
+    "set_compiled_apart",
     "set_initial_epoch",
     "set_mask",
     "shallow_copy",

@@ -20,6 +20,22 @@ def copy_of_model(model: Any) -> Any:
     return copied
 
 
+def set_compiled_apart(model: Any) -> None:
+    """Gives a copy of a model its own compiled loss and metrics, where they have yet to be built.
+
+    Building them would show in the model that they are shared with.
+    """
+    loss, metrics = vars(model).get("_compile_loss"), vars(model).get("_compile_metrics")
+    if loss is not None and not loss.built:
+        vars(model)["_compile_loss"] = type(loss)(
+            loss._user_loss, loss._user_loss_weights, output_names=loss.output_names
+        )
+    if metrics is not None and not metrics.built:
+        vars(model)["_compile_metrics"] = type(metrics)(
+            metrics._user_metrics, metrics._user_weighted_metrics, output_names=metrics.output_names
+        )
+
+
 def compile_arguments(model: Any) -> Dict[str, Any]:
     """What `keras.Model.compile` was called with. The public config has it serialised."""
     return dict(model._compile_config.config)

@@ -4,8 +4,8 @@ import contextlib
 import sys
 from typing import Any, Dict, List, Optional
 
-from macrobatch._verify.capture import CannotCapture, Captured, captured
-from macrobatch._verify.report import one_line
+from macrobatch._checks import one_line
+from macrobatch._no_trace.capture import CannotCapture, Captured, captured
 
 # Exit codes, by the verdict.
 CODES = {True: 0, False: 1, None: 2}
@@ -40,7 +40,8 @@ def _report(found: Captured, settings: Dict[str, Any]) -> Any:
     # TensorFlow is imported here, and not before the script has.
     from macrobatch._accumulate import settings_of
     from macrobatch._fit import checks
-    from macrobatch._verify import data, verify
+    from macrobatch._no_trace import data
+    from macrobatch._verify import verify
 
     checks.keras_model(found.model)
     if not settings and not settings_of(found.model):

@@ -16,12 +16,12 @@ from macrobatch._checks import ExactnessWarning
 from macrobatch._fit.install import accumulation_of
 from macrobatch._keras.report import overrides
 from macrobatch._keras.scope import is_seed, without
+from macrobatch._no_trace.compiled import value_of
+from macrobatch._no_trace.unchanged import Values, variables_of
 from macrobatch._tensorflow import sums
-from macrobatch._verify.compiled import value_of
 from macrobatch._verify.replay import Replay
 from macrobatch._verify.report import Difference
 from macrobatch._verify.subject import Subject
-from macrobatch._verify.unchanged import Values, variables_of
 
 # What rounding may bring, over the size of a gradient or the length of a step.
 TOLERANCES = {"float64": 1e-9, "float32": 1e-5}

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import re
 import textwrap
 from typing import Any, Dict, List, Optional, Sequence, Tuple
 
@@ -118,13 +117,6 @@ def _cause(cause: Cause) -> str:
     )
     body = _wrapped(f"{cause.explanation} What to do: {cause.advice}")
     return f"{title}{of}: {affects}\n{textwrap.indent(body, '   ')}"
-
-
-def one_line(error: BaseException, limit: int = 1000) -> str:
-    """The kind of an error and its text, in one line."""
-    plain = re.sub("\x1b\\[[0-9;]*m", "", str(error))  # Keras prints some of it bold
-    text = f"{type(error).__name__}: {' '.join(plain.split())}"
-    return text if len(text) <= limit else text[:limit] + "..."
 
 
 def some(names: Sequence[str]) -> str:

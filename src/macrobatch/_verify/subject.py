@@ -13,14 +13,14 @@ import tensorflow as tf
 from keras import tree
 
 from macrobatch import _internals
-from macrobatch._fit import install
+from macrobatch._checks import one_line
 from macrobatch._keras.scope import Scope
+from macrobatch._no_trace import compiled
+from macrobatch._no_trace import twin as twins
+from macrobatch._no_trace.compiled import SHORT, value_of
+from macrobatch._no_trace.unchanged import in_float64
 from macrobatch._types import Batch
-from macrobatch._verify import compiled
-from macrobatch._verify.compiled import SHORT, value_of
 from macrobatch._verify.replay import Replay
-from macrobatch._verify.report import one_line
-from macrobatch._verify.unchanged import in_float64
 
 # Two forward passes, one of them in float32, are the same model's if they differ by less.
 FAITHFUL = {"float64": 1e-9, "float32": 1e-3}
@@ -60,9 +60,9 @@ def copied(model: Any, batch: Batch) -> Subject:
     """A copy of a model in float64, with the same weights. Raises CannotCopy."""
     for name in ("train_step", "compile", "compute_loss", "compute_metrics"):
         own = vars(model).get(name)
-        if own is not None and not _is_installed(own):
+        if own is not None and not twins.is_installed(own):
             raise CannotCopy(f"{name} is set on the model itself")
-    if type(model).compile is not keras.Model.compile:
+    if twins.compiles_itself(model):
         raise CannotCopy(f"{type(model).__name__} overrides compile")
     wide = _widened(batch)
     try:
@@ -75,7 +75,7 @@ def copied(model: Any, batch: Batch) -> Subject:
             notes = compiled.alike(model, clone, _internals.in_float64)
             found = _results(clone, wide) if is_built else []
         if is_built:
-            _check_faithful(found, _results(_twin(model)[0], batch), narrowest(model))
+            _check_faithful(found, _results(twins.twin(model)[0], batch), narrowest(model))
     except CannotCopy:
         raise
     except Exception as error:  # whatever the user's classes do when they are made anew
@@ -95,23 +95,10 @@ def itself(model: Any, batch: Batch, why: str) -> Subject:
             f"The model {model.name!r} was made in the scope of a strategy, and cannot be copied "
             f"({why}). Make it outside of strategy.scope() to verify it."
         )
-    other, notes = _twin(model)
+    other, notes = twins.twin(model)
     renew = functools.partial(compiled.renew_optimizers, model, other)
-    is_own = type(model).compile is not keras.Model.compile
-    settings = contextlib.nullcontext
-    dtype = narrowest(model)
-    return Subject(other, batch, dtype, settings, {}, notes, renew if is_own else lambda: None)
-
-
-def _twin(model: Any) -> Tuple[Any, Tuple[str, ...]]:
-    """Another model of the same layers and variables, compiled alike; and notes."""
-    other = _internals.copy_of_model(model)
-    for name, method in list(vars(other).items()):
-        if _is_installed(method):
-            del vars(other)[name]
-    # A compile of the user's own has made more than the arguments of Keras' compile tell.
-    is_own = type(model).compile is not keras.Model.compile
-    return other, (compiled.by_own_compile if is_own else compiled.alike)(model, other)
+    made = Subject(other, batch, narrowest(model), contextlib.nullcontext, {}, notes)
+    return made._replace(renew=renew) if twins.compiles_itself(model) else made
 
 
 def narrowest(model: Any) -> str:
@@ -119,10 +106,6 @@ def narrowest(model: Any) -> str:
     found = {getattr(layer, "compute_dtype", None) for layer in _internals.layers_of(model)}
     found.add(keras.config.floatx())
     return next(dtype for dtype in FLOATS if dtype in found)
-
-
-def _is_installed(method: Any) -> bool:
-    return isinstance(getattr(method, "__self__", None), install.Accumulation)
 
 
 # Copies

@@ -10,19 +10,20 @@ import tensorflow as tf
 from macrobatch import _internals
 from macrobatch._accumulate import settings_of
 from macrobatch._batches import checks as batch_checks
+from macrobatch._checks import one_line
 from macrobatch._fit import checks
 from macrobatch._keras import probes
+from macrobatch._no_trace.compiled import SHORT
+from macrobatch._no_trace.data import first_batch
+from macrobatch._no_trace.unchanged import unchanged
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._types import Batch
 from macrobatch._verify import causes, messages, subject
 from macrobatch._verify.causes import Found, Inquiry
 from macrobatch._verify.compare import COARSE, TOLERANCES, Distance, Outcome, Runs
-from macrobatch._verify.compiled import SHORT
-from macrobatch._verify.data import first_batch
 from macrobatch._verify.look import Look
-from macrobatch._verify.report import Cause, Report, one_line
+from macrobatch._verify.report import Cause, Report
 from macrobatch._verify.subject import FLOATS, Subject
-from macrobatch._verify.unchanged import unchanged
 
 # A float64 model that differs by more has something narrower in it.
 DOUBLE = 1e-10

@@ -6,39 +6,55 @@ import keras
 import tensorflow as tf
 
 from macrobatch import _internals
-from macrobatch._verify.report import one_line
+from macrobatch._checks import one_line
 
 SHORT = 160  # characters of an error in a note
 
 
 def alike(
-    model: Any, other: Any, loss: Callable[[Any], Any] = lambda loss: loss
+    model: Any,
+    other: Any,
+    loss: Callable[[Any], Any] = lambda loss: loss,
+    as_it_trains: bool = False,
 ) -> Tuple[str, ...]:
-    """Compiles a model as another one is, with copies of its optimizer and metrics."""
+    """Compiles a model as another one is, with copies of its optimizer and metrics.
+
+    Args:
+        model: the one.
+        other: the other.
+        loss: makes a loss of a loss.
+        as_it_trains: see `twin`.
+    """
     arguments = _internals.compile_arguments(model)
-    arguments["jit_compile"] = False  # XLA would compile the same arithmetic, for minutes
+    if not as_it_trains:
+        arguments["jit_compile"] = False  # XLA would compile the same arithmetic, for minutes
     arguments["steps_per_execution"] = 1
     arguments["loss"] = _mapped(arguments["loss"], keras.losses.Loss, loss)
     for name in ("metrics", "weighted_metrics"):
         arguments[name] = _mapped(arguments[name], keras.metrics.Metric, _made_anew)
-    arguments["optimizer"], notes = _optimizer_like(model.optimizer, other)
+    notes: Tuple[str, ...] = ()
+    arguments["optimizer"] = model.optimizer
+    if not (as_it_trains and model.optimizer.built):
+        arguments["optimizer"], notes = _optimizer_like(model.optimizer, other)
     # Keras wraps an optimizer in a loss scale, which the copy already is.
     keras.Model.compile(other, **arguments, auto_scale_loss=False)
     return notes
 
 
-def by_own_compile(model: Any, other: Any) -> Tuple[str, ...]:
+def by_own_compile(model: Any, other: Any, as_it_trains: bool = False) -> Tuple[str, ...]:
     """Gives a model that has its own compile other optimizers."""
     vars(other).update(train_function=None, test_function=None)
-    vars(other)["_jit_compile"] = False
-    renew_optimizers(model, other)
+    _internals.set_compiled_apart(other)
+    if not as_it_trains:
+        vars(other)["_jit_compile"] = False
+    renew_optimizers(model, other, only_unbuilt=as_it_trains)
     return ()
 
 
-def renew_optimizers(model: Any, other: Any) -> None:
+def renew_optimizers(model: Any, other: Any, only_unbuilt: bool = False) -> None:
     """Gives a model copies of all optimizers of another one of the same variables."""
     for name, value in vars(model).items():
-        if isinstance(value, keras.optimizers.Optimizer):
+        if isinstance(value, keras.optimizers.Optimizer) and not (only_unbuilt and value.built):
             made = type(value).from_config(value.get_config())
             if value.built:
                 made.build(_internals.variables_of_optimizer(value))
@@ -73,8 +89,8 @@ def _optimizer_like(optimizer: Any, model: Any) -> Tuple[Any, Tuple[str, ...]]:
     except Exception as error:
         made = keras.optimizers.SGD(1.0)
         note = (
-            f"The optimizer cannot be copied ({one_line(error, SHORT)}). Gradients are compared, "
-            "and updates of SGD in its place."
+            f"The optimizer cannot be copied ({one_line(error, SHORT)}). Updates of SGD stand "
+            "in its place."
         )
         made.build(model.trainable_variables)
         return made, (note,)

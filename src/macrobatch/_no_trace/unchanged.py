@@ -1,8 +1,8 @@
-"""Everything that a comparison may touch is put back: variables, seeds, names, Keras' settings."""
+"""Everything that a trial may touch is put back: variables, seeds, names, Keras' settings."""
 
 import contextlib
 import random
-from typing import Any, Iterator, List
+from typing import Any, Iterator, List, Sequence
 
 import keras
 import numpy as np
@@ -16,14 +16,14 @@ from macrobatch._types import Variable
 
 
 @contextlib.contextmanager
-def unchanged(model: Any) -> Iterator[None]:
-    """A context after which a model, and what is global, is as it was before."""
-    kept = Values(variables_of(model))
+def unchanged(model: Any) -> Iterator["Values"]:
+    """A context after which a model, and what is global, is as it was before. Has the values."""
+    kept = Values(variables_of(model), rarely_written=model.non_trainable_variables)
     numbers, old_numbers = random.getstate(), np.random.get_state()  # noqa: NPY002
     settings = keras.config.floatx(), keras.config.dtype_policy()
     with _internals.same_global_state():
         try:
-            yield
+            yield kept
         finally:
             kept.put_back()
             random.setstate(numbers)
@@ -46,11 +46,28 @@ def in_float64() -> Iterator[None]:
 
 
 class Values:
-    """The values of variables, to be put back."""
+    """The values of variables, to be put back.
 
-    def __init__(self, variables: List[Variable]):
+    Attributes:
+        bytes: what they take, in the memory of the machine.
+    """
+
+    def __init__(self, variables: List[Variable], rarely_written: Sequence[Variable] = ()):
+        """Keeps values.
+
+        Args:
+            variables: whose values.
+            rarely_written: those of them that take memory only once they are written, such as the
+                weights of frozen layers: a tensor shares the memory of its variable until then.
+        """
         self._variables = unique(variables)
         self._values = [tf.identity(_internals.raw_value(v)) for v in self._variables]
+        lazily = {id(variable) for variable in rarely_written}
+        self.bytes = 0
+        for place, variable in enumerate(self._variables):
+            if id(variable) not in lazily:
+                self._values[place] = np.array(self._values[place])
+                self.bytes += self._values[place].nbytes
 
     def put_back(self) -> None:
         """Gives the variables these values again."""

@@ -1,4 +1,5 @@
-"""What `macrobatch verify` looks at: the first `fit` of a script, or what a function returns.
+"""What `macrobatch verify` and `macrobatch plan` look at: the first `fit` of a script, or what a
+function returns.
 
 Nothing here imports TensorFlow before the script does: a script may set what TensorFlow and Keras
 read when they are imported.
@@ -13,7 +14,7 @@ import runpy
 import sys
 from typing import Any, Dict, Iterator, List, NamedTuple, Optional
 
-from macrobatch._verify.report import one_line
+from macrobatch._checks import one_line
 
 
 class Captured(NamedTuple):
@@ -37,7 +38,7 @@ class Captured(NamedTuple):
 
 
 class CannotCapture(Exception):
-    """There is nothing to verify, and why."""
+    """There is nothing to look at, and why."""
 
 
 class _Fit(BaseException):

@@ -21,7 +21,7 @@ def first_batch(x: Any, y: Any = None, sample_weight: Any = None, **options: Any
     data = _internals.data_of_fit(x, y=y, sample_weight=sample_weight, **options)
     found = next(iter(data.get_tf_dataset()), None)
     if found is None:
-        raise ValueError("There must be a batch to verify with. Received: data without any.")
+        raise ValueError("There must be a batch to try. Received: data without any.")
     batch = keras.utils.unpack_x_y_sample_weight(found)
     return in_order.checked(batch, ENGINE)[0]
 

@@ -1,0 +1,68 @@
+"""Batches that are taken one by one, in Python, so that a batch can be run again.
+
+Keras takes batches inside of its graph. A batch whose step fails there is gone.
+"""
+
+from typing import Any, Callable, Dict, Iterator
+
+import tensorflow as tf
+
+from macrobatch._types import Batch, Logs
+
+# Runs a function of a batch on a batch, as often as it takes.
+Attempt = Callable[[Callable[[Batch], Logs], Batch], Logs]
+
+
+class OneByOne:
+    """A train or test function of Keras, on batches that are taken one by one.
+
+    A function that Keras makes takes batches from any iterator. From one that is no iterator of
+    TensorFlow it takes them in Python, and runs the graph of a single step.
+    """
+
+    def __init__(
+        self,
+        function: Callable[[Iterator[Batch]], Logs],
+        steps: int,
+        is_eager: bool,
+        attempt: Attempt,
+    ):
+        """Prepares a function.
+
+        Args:
+            function: what Keras made.
+            steps: of how many batches Keras wants to hear at a time: `steps_per_execution`.
+            is_eager: whether steps run outside of graphs.
+            attempt: runs a step on a batch, again if need be.
+        """
+        self._function, self._steps, self._attempt = function, steps, attempt
+        self._is_eager = is_eager
+        self._graphs: Dict[Any, Callable[[Batch], Logs]] = {}
+
+    def __call__(self, iterator: Any) -> Logs:
+        """Runs the next batches. Raises StopIteration if there is none."""
+        run, logs = self._runner(iterator), None
+        for _ in range(self._steps):
+            try:
+                batch = next(iterator)
+            except (StopIteration, tf.errors.OutOfRangeError):
+                break
+            logs = self._attempt(run, batch)
+        if logs is None:
+            raise StopIteration
+        return logs
+
+    def _runner(self, iterator: Any) -> Callable[[Batch], Logs]:
+        kinds = (tf.data.Iterator, tf.distribute.DistributedIterator)
+        if self._is_eager or not isinstance(iterator, kinds):
+            return self._run
+        # Batches have sizes of their own, and would be traced one by one.
+        spec = iterator.element_spec
+        key = tuple(tf.nest.flatten(spec, expand_composites=True))
+        if key not in self._graphs:
+            traced = tf.function(self._run, input_signature=[spec], autograph=False)
+            self._graphs[key] = traced
+        return self._graphs[key]
+
+    def _run(self, batch: Batch) -> Logs:
+        return self._function(iter([batch]))

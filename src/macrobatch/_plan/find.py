@@ -1,0 +1,181 @@
+"""find_micro_batch_size: which size fits, and which is fastest."""
+
+import contextlib
+import logging
+import warnings
+from typing import Any, Callable, Iterator, Optional
+
+import tensorflow as tf
+
+from macrobatch import _internals
+from macrobatch._accumulate import settings_of
+from macrobatch._fit import checks
+from macrobatch._no_trace.data import first_batch
+from macrobatch._no_trace.unchanged import unchanged
+from macrobatch._plan.report import Plan
+from macrobatch._plan.search import Memory, Search, Tell
+from macrobatch._sizes import limit as limits
+from macrobatch._sizes.limit import MemoryLimit
+from macrobatch._sizes.peaks import ProcessCounter
+from macrobatch._tensorflow import device_memory
+from macrobatch._tensorflow.engine import ENGINE
+
+OBJECTIVES = ("fastest", "largest")
+# What of the settings of an accumulated model counts here too.
+KEPT = ("sequence_axis", "lengths", "micro_batch_weight", "whole_batch_loss")
+
+
+def find_micro_batch_size(
+    model: Any,
+    x: Any,
+    y: Any = None,
+    sample_weight: Any = None,
+    *,
+    memory_limit: MemoryLimit = None,
+    objective: str = "fastest",
+    sequence_axis: Optional[int] = None,
+    lengths: Optional[Callable[[Any, Any, Any], Any]] = None,
+    micro_batch_weight: Optional[Callable[[Any, Any, Any], Any]] = None,
+    whole_batch_loss: bool = False,
+) -> Plan:
+    """Finds the size of micro-batches that fits into memory and trains fastest.
+
+    Sizes 1, 2, 4, ... are tried on one batch, with the train function of `accumulate` and `fit`:
+    the peak memory and the time of a few updates of each. On a CPU a size is tried only if the
+    line through the peaks of smaller ones says that it fits, because running out of memory would
+    be the end of the process. Afterwards weights, optimizer, metrics, moving statistics, seeds and
+    the functions of the model are as before.
+
+    This takes as long as tracing the model and making a few updates for each size, about a dozen
+    sizes at most. Nothing else should run at the same time.
+
+    Args:
+        model: a compiled Keras 3 model on the TensorFlow backend that has its weights, accumulated
+            or not. On several replicas, a model made outside of the scope of the strategy, with
+            the examples of one replica.
+        x: the inputs of one batch, as large as the batches that are to be trained on; or a dataset
+            as `fit` takes it, of which the first batch is taken.
+        y: the targets.
+        sample_weight: the sample weights, if there are any.
+        memory_limit: what the process may take in all ("6GiB", "500 MB", or bytes), or a fraction
+            of what is there (0.5, "50%"). By default all that the machine, the container (cgroup)
+            and `ulimit -v` allow, less what others use. A twentieth of it stays free. On a GPU, the
+            memory of the device; by default there is no limit but the device's own.
+        objective: "fastest", or "largest": the largest size that fits.
+        sequence_axis: as in `accumulate`. Of an accumulated model, its own settings are taken if no
+            setting is given here.
+        lengths: as in `accumulate`.
+        micro_batch_weight: as in `accumulate`.
+        whole_batch_loss: as in `accumulate`.
+
+    Returns:
+        A plan. `plan.micro_batch_size` is the choice, `plan.advice` the finding in one sentence.
+        `print(plan)` shows the table that the choice rests on, `plan.rows` has it, each row with
+        `size`, `peak` (bytes), `examples_per_second`, `fits` and `note`. `plan.to_json()` has all
+        of it.
+
+    Raises:
+        ValueError: if `memory_limit` cannot be read, or is less than the weights need; if not even
+            one example fits; if the model is not compiled or has no weights; or if `accumulate` or
+            `fit` would raise one.
+
+    Example:
+
+    >>> import keras, macrobatch, numpy as np
+    >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    >>> model.compile("adam", "mse")
+    >>> x, y = np.ones([4, 3]), np.ones([4, 1])
+    >>> plan = macrobatch.find_micro_batch_size(model, x, y)
+    >>> model = macrobatch.accumulate(model, micro_batch_size=plan.micro_batch_size)
+    """
+    given = {
+        "sequence_axis": sequence_axis,
+        "lengths": lengths,
+        "micro_batch_weight": micro_batch_weight,
+        "whole_batch_loss": whole_batch_loss or None,
+    }
+    settings = {name: value for name, value in given.items() if value is not None}
+    return find(model, x, y, sample_weight, memory_limit, objective, settings)
+
+
+def find(
+    model: Any,
+    x: Any,
+    y: Any,
+    sample_weight: Any,
+    memory_limit: MemoryLimit,
+    objective: str,
+    settings: Any,
+    tell: Tell = lambda *now: None,
+) -> Plan:
+    """As `find_micro_batch_size`, and tells what is going on."""
+    if objective not in OBJECTIVES:
+        raise ValueError(
+            f'objective must be "fastest" or "largest". Received: objective={objective!r}.'
+        )
+    limits.parsed(memory_limit)  # A slip should not wait for the model.
+    checks.keras_model(model)
+    _check(model)
+    own = settings_of(model) or {}
+    settings = settings or {name: own[name] for name in KEPT if name in own}
+    batch = first_batch(x, y, sample_weight)
+    examples = int(ENGINE.examples(batch))
+    with _quiet(), unchanged(model) as kept:
+        memory = _memory(memory_limit)
+        return Search(model, batch, examples, settings, memory, kept, tell).plan(objective)
+
+
+def _memory(given: MemoryLimit) -> Memory:
+    """The memory that there is, and the limit of it."""
+    if device_memory.gpus():
+        size, counter = device_memory.size(), device_memory.GpuCounter()
+        if given is None and size is None:
+            return Memory(counter, None, None, "GPU")
+        if size is None and not isinstance(limits.parsed(given), int):
+            raise ValueError(
+                "TensorFlow does not say how much memory a GPU has, so that a fraction of it is "
+                f"not known. Received: memory_limit={given!r}. Pass a size, for instance "
+                "memory_limit='6GiB'."
+            )
+        limit = limits.memory_limit(given, of_device=size or limits.NO_LIMIT)
+        return Memory(counter, limit, None, "GPU")
+    is_error = limits.running_out_is_an_error(on_gpu=False)
+    room = None if is_error else limits.available().bytes
+    limit = limits.memory_limit(given)
+    return Memory(ProcessCounter(), None if is_error and given is None else limit, room, "CPU")
+
+
+def _check(model: Any) -> None:
+    if not getattr(model, "compiled", False):
+        raise ValueError(
+            f"The model {model.name!r} must be compiled: sizes are tried with its loss and its "
+            "optimizer. Received: a model without compile()."
+        )
+    if not model.built:
+        raise ValueError(
+            f"The model {model.name!r} has no weights yet. Build it first: call it on a batch, "
+            "model(x)."
+        )
+    if tf.distribute.has_strategy() or _internals.strategy_of(model) is not None:
+        raise ValueError(
+            "find_micro_batch_size tries sizes on one device. Received: a model or a call in the "
+            "scope of a strategy. micro_batch_size is that of each replica: make the model outside "
+            "of strategy.scope(), and pass the examples of one replica."
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without warnings: sizes are tried that nobody has asked for, and each is traced."""
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return "tf.function retracing" not in record.getMessage()
+
+    logger = tf.get_logger()
+    logger.addFilter(is_wanted)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.removeFilter(is_wanted)
