@@ -6,23 +6,25 @@ from macrobatch._batches import checks
 from macrobatch._batches.by_length import ByLength, given_lengths
 from macrobatch._batches.in_order import InOrder
 from macrobatch._batches.sequences import Memory, Sequences
-from macrobatch._types import Batch, BatchEngine, MicroBatches, Size, Tensor
+from macrobatch._types import Batch, BatchEngine, Chosen, MicroBatches, Size, Tensor
 
 
 class Cut(NamedTuple):
-    """How batches are to be cut. One of `size` and `tokens` is given.
+    """How batches are to be cut. One of `size`, `tokens` and `chosen` is given.
 
     Attributes:
         size: examples in a micro-batch.
         tokens: what examples times longest may be in a micro-batch.
         axis: along which sequences lie, if micro-batches are made by length.
         lengths: a function that gives the lengths of examples, in place of what they contain.
+        chosen: what says the size, or the tokens, if the user does not.
     """
 
     size: Optional[int]
     tokens: Optional[int] = None
     axis: Optional[int] = None
     lengths: Optional[Callable[..., Any]] = None
+    chosen: Optional[Chosen] = None
 
     def apply(
         self,
@@ -49,9 +51,14 @@ class Cut(NamedTuple):
             few_shapes: whether there may be few different shapes only.
             memory: what earlier batches have shown.
         """
+        size: Optional[Size] = self.size
+        tokens: Optional[Size] = self.tokens
+        if self.chosen is not None:
+            now = self.chosen.now()
+            size, tokens = (None, now) if self.chosen.in_tokens else (now, None)
         if self.axis is None:
-            assert self.size is not None
-            return InOrder(batch, examples, self.size, engine)
+            assert size is not None
+            return InOrder(batch, examples, size, engine)
         checks.outside_of_xla(engine.has_static_sizes())
         sequences = Sequences(self.axis, batch, x, weights, fixed, engine, memory or Memory())
         if self.lengths is None:
@@ -64,8 +71,8 @@ class Cut(NamedTuple):
             sequences,
             lengths,
             engine,
-            size=self.size,
-            tokens=self.tokens,
+            size=size,
+            tokens=tokens,
             lengths_are_given=self.lengths is not None,
             few_shapes=few_shapes,
         )
