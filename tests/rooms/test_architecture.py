@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "_keras": SHARED,
     "_meeting": {*SHARED, "_tensorflow", "_batches", "_keras"},
     "_own_steps": {*SHARED, "_tensorflow", "_batches", "_keras"},
+    "_sizes": {*SHARED, "_tensorflow"},
     "_workers": {*SHARED, "_tensorflow"},
     "_fit": {
         *SHARED,

@@ -1,0 +1,1 @@
+"""Sizes of micro-batches: how much memory there may be, and what each size takes."""
