@@ -33,6 +33,7 @@ MAY_IMPORT = {
         "_meeting",
         "_own_steps",
         "_workers",
+        "_sizes",
     },
     "_gradient_accumulator": {*SHARED, "_tensorflow"},
     "_gradients": {*SHARED, "_tensorflow", "_batches", "_keras", "_meeting"},
@@ -45,7 +46,7 @@ MAY_IMPORT = {
         "_meeting",
         "_own_steps",
     },
-    "_accumulate": {*SHARED, "_tensorflow", "_batches", "_keras", "_fit"},
+    "_accumulate": {*SHARED, "_tensorflow", "_batches", "_keras", "_fit", "_sizes"},
     "_verify": {
         *SHARED,
         *("_tensorflow", "_batches", "_keras", "_meeting", "_fit"),

@@ -10,13 +10,14 @@ A size is a power of two or the whole batch: of examples, or of tokens.
 """
 
 import statistics
-from typing import Dict, List, NamedTuple, Optional
+from typing import Dict, List, NamedTuple, Optional, Tuple
+
+from macrobatch._sizes.peaks import line_through
 
 GROWTH = 4  # how much larger than what was rehearsed the next size may be
-CAUTION = 1.1  # times what the line through peaks says that more examples take
 ROUNDS = 3, 7  # how many updates each size is timed for: at least, at most
 SLOWER = 1.05  # a size that takes so much longer than the fastest is out
-FAR_SLOWER = 1.3  # nor are sizes that are smaller still looked at
+FAR_SLOWER = 1.3  # twice in a row: then sizes that are smaller still are not looked at
 AS_FAST = 1.01  # of sizes that differ less, the smallest is taken: it needs the least memory
 
 
@@ -92,34 +93,48 @@ class Search:
         """The size of which the peak must be known next, before the batch is run; or None."""
         if self._limit is None or (self._first is not None and self._failed is None):
             return None
-        known = self._known()
-        if len(known) < 2:
-            return next((size for size in self._candidates() if size > len(known)), None)
-        largest = max(known)
+        known = {size for size, _ in self._points()}
+        largest = max(known, default=0)
+        larger = [size for size in self._candidates() if size > largest]
+        if len(known) < 2:  # which is no line yet
+            return next(iter(larger), None)
         most = largest * GROWTH
-        more = [size for size in self._candidates() if largest < size <= most and self.fits(size)]
-        return max(more, default=None)
+        return max((size for size in larger if size <= most and self.fits(size)), default=None)
 
     def rehearsed(self, size: int, peak: int) -> None:
         """Hears what a rehearsal of a size took."""
         self._peaks[size] = Peak(self._extent, peak)
+
+    def takes_beyond(self, more: int) -> None:
+        """Hears how many bytes an update takes beyond its rehearsal."""
+        self._beyond = max(self._beyond, more)
 
     def next(self) -> int:
         """The size for the batch."""
         self.size = self._next()
         return self.size
 
-    def ran(
-        self, batch: int, seconds: Optional[float] = None, beyond: int = 0
-    ) -> None:
+    def next_is(self, size: int) -> int:
+        """Takes a size for the batch that was not asked for: one that is to be rehearsed."""
+        self.size = size
+        return size
+
+    @property
+    def has_peaks(self) -> bool:
+        """Whether any size has been rehearsed."""
+        return bool(self._peaks)
+
+    def least(self) -> int:
+        """About the bytes that the smallest size takes."""
+        return int(self.expected(1)) + self._beyond
+
+    def ran(self, batch: int, seconds: Optional[float] = None) -> None:
         """Hears that a batch has been run with the size that was next.
 
         Args:
             batch: the size that takes all of it at once.
             seconds: how long it took, if that is known.
-            beyond: bytes that it took beyond the rehearsal of its size.
         """
-        self._beyond = max(self._beyond, beyond)
         if self._phase == "fitting":
             done = self._first is not None or not self.looks
             self._start("settled" if done else "ranging")
@@ -139,38 +154,24 @@ class Search:
             self._start("settled")
         return self._failed > 1
 
-    def smaller(self) -> int:
-        """The size below the one that has just run out of memory."""
-        return max(size for size in self._candidates() if size < self.size)
-
     def fits(self, size: int) -> bool:
         """Whether a size is known, or expected, to fit."""
         if self._failed is not None and size >= self._failed:
             return False
         if self._limit is None or size == 1 or not self._peaks:
             return True
-        return self.expected(size) <= self._limit
+        return line_through(self._points(), 0).fits(size, self._limit - self._beyond)
 
-    def expected(self, size: int) -> int:
-        """The bytes that an update with a size is expected to take: the line through the peaks."""
-        known = sorted(self._known().items())
-        for of_known, peak in known:
-            if size <= of_known:
-                return peak + self._beyond
-        (last, peak), first = known[-1], known[0]
-        slopes = [0.0]
-        for before, its_peak in (known[-2:][0], first):
-            if before < last:
-                slopes.append((peak - its_peak) / (last - before))
-        return int(peak + max(slopes) * CAUTION * (size - last)) + self._beyond
+    def expected(self, size: int) -> float:
+        """The bytes that a rehearsal of a size is expected to take: the line through the peaks."""
+        return line_through(self._points(), 0).at(size)
 
-    def _known(self) -> Dict[float, int]:
-        """The peaks by size. Of shorter examples, a size was as much as a smaller one."""
-        found: Dict[float, int] = {}
+    def _points(self) -> List[Tuple[int, int]]:
+        """Sizes and peaks. Of shorter examples, a size was only as much as a smaller one."""
+        found = []
         for size, peak in self._peaks.items():
             shorter = min(1.0, peak.extent / self._extent) if self._extent else 1.0
-            as_much = size * shorter**self._power
-            found[as_much] = max(peak.bytes, found.get(as_much, 0))
+            found.append((max(1, int(size * shorter**self._power)), peak.bytes))
         return found
 
     def _candidates(self) -> List[int]:
@@ -189,6 +190,8 @@ class Search:
         if self._phase == "fitting":
             return max(allowed)
         if self._phase == "ranging":
+            if len(self._seconds.get(self.size, ())) == 1 and self._is_far_slower(self.size):
+                return self.size
             untimed = [size for size in allowed if size not in self._seconds]
             return max(untimed, default=max(allowed))
         if self._phase == "timing":
@@ -198,10 +201,9 @@ class Search:
 
     def _judge(self) -> None:
         if self._phase == "ranging":
-            best, latest = min(map(min, self._seconds.values())), self._seconds[self.size][-1]
-            if latest > FAR_SLOWER * best or self.size == 1:
-                # One update is not much to go by.
-                kept = [s for s, (each, *_) in self._seconds.items() if each <= FAR_SLOWER * best]
+            twice = len(self._seconds[self.size]) > 1
+            if self.size == 1 or (twice and self._is_far_slower(self.size)):
+                kept = [size for size in self._seconds if not self._is_far_slower(size)]
                 self._phase, self._contenders = "timing", sorted(kept)
         if self._phase != "timing":
             return
@@ -214,6 +216,10 @@ class Search:
         if len(self._contenders) == 1 or min(counts) >= ROUNDS[1]:
             self.size = min(size for size in self._contenders if medians[size] <= AS_FAST * best)
             self._phase = "settled"
+
+    def _is_far_slower(self, size: int) -> bool:
+        best = min(map(min, self._seconds.values()))
+        return min(self._seconds[size]) > FAR_SLOWER * best
 
     def found(self) -> str:
         """What was looked at, for the line that says what was found."""

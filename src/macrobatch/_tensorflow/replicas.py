@@ -165,6 +165,21 @@ def first_part(strategy: Any, batch: Any) -> Any:
     )
 
 
+def parts_of_batch(strategy: Any, batch: Any) -> List[Any]:
+    """The parts of a batch that the replicas of this process have."""
+    if strategy is None:
+        return [batch]
+    parts = [
+        [leaf] if leaf is None else strategy.experimental_local_results(leaf)
+        for leaf in tf.nest.flatten(batch)
+    ]
+    count = max(map(len, parts))
+    return [
+        tf.nest.pack_sequence_as(batch, [of_leaf[i % len(of_leaf)] for of_leaf in parts])
+        for i in range(count)
+    ]
+
+
 def from_first_replica(values: List[Any]) -> List[Any]:
     """The values that the first replica has."""
     if not in_several() or not values:
