@@ -101,7 +101,8 @@ def accumulate(
             micro_batch_size, micro_batch_tokens, sequence_axis, lengths, of=arguments
         )
     )
-    is_auto = batch_checks.AUTO in (cut.size, cut.tokens)
+    sizes: Any = (cut.size, cut.tokens)
+    is_auto = batch_checks.AUTO in sizes
     limits.parsed(memory_limit)
     if not is_auto:
         size_checks.no_limit_with_size(memory_limit, cut.size or cut.tokens)
@@ -113,7 +114,7 @@ def accumulate(
     release(model)
     checks.can_be_accumulated(model)
     if is_auto:
-        chosen = ChosenSize(_internals.strategy_of(model), cut.tokens == batch_checks.AUTO)
+        chosen = ChosenSize(_internals.strategy_of(model), sizes[1] == batch_checks.AUTO)
         cut = cut._replace(size=None, tokens=None, chosen=chosen)
     own.check(model, cut, of_whole_batch)
     kind = WholeBatchAccumulation if of_whole_batch else install.Accumulation

@@ -46,7 +46,7 @@ def sizes(
     ):
         raise ValueError(
             "micro_batch_tokens must be a positive integer: what the number of examples times the "
-            "longest of them may be in a micro-batch, 4096 for instance. Or \"auto\", for what "
+            'longest of them may be in a micro-batch, 4096 for instance. Or "auto", for what '
             f"is fastest. {received}"
         )
     if sequence_axis is not None and (not _is_integer(sequence_axis) or sequence_axis < 1):
@@ -173,7 +173,7 @@ def _micro_batch_size(value: Any) -> Any:
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(
             "micro_batch_size must be a positive integer: the number of examples whose "
-            "activations are in memory at one time, 8 for instance. Or \"auto\", for what is "
+            'activations are in memory at one time, 8 for instance. Or "auto", for what is '
             f"fastest. Received: micro_batch_size={value!r} (of type {type(value).__name__})."
         )
     return int(value)

@@ -2,19 +2,23 @@
 a smaller one if it runs out of memory.
 """
 
+import functools
 import time
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional
 
 import numpy as np
 import tensorflow as tf
 
 from macrobatch._fit.attempts import Attempt
+from macrobatch._fit.rehearsal import Batches, Rehearsal
+from macrobatch._fit.size_key import key_of
+from macrobatch._fit.size_logged import SizeLogged, with_size
 from macrobatch._fit.steps import Steps
-from macrobatch._sizes import checks
+from macrobatch._sizes import cache, checks
 from macrobatch._sizes import limit as limits
 from macrobatch._sizes.peaks import Counter, ProcessCounter, peak_of
 from macrobatch._sizes.search import Search
-from macrobatch._tensorflow import device_memory, graph, leaves, replicas
+from macrobatch._tensorflow import device_memory, replicas
 from macrobatch._tensorflow.chosen import ChosenSize
 from macrobatch._types import Batch, Logs
 
@@ -25,31 +29,36 @@ _NO_MEMORY = ("out of memory", "OUT_OF_MEMORY", "failed to allocate", "Failed to
 class Auto:
     """The sizes of one model, in training and in testing."""
 
-    def __init__(self, steps: Steps, chosen: ChosenSize, memory_limit: Any):
+    def __init__(self, steps: Steps, memory_limit: Any):
+        chosen = steps.cut.chosen
+        assert isinstance(chosen, ChosenSize)
         self._steps, self._chosen, self.memory_limit = steps, chosen, memory_limit
         self._unit = "micro_batch_tokens" if chosen.in_tokens else "micro_batch_size"
         self._limit: Optional[limits.Limit] = None
         self._counter: Optional[Counter] = None
         self._searches: List[Optional[Search]] = [None, None]  # of testing and of training
         self._begun = 0
+        self._before = 0  # bytes that there were before any batch
+        self._key: Optional[Dict[str, Any]] = None
         self._compiles = False
-        self._rehearsal: Optional[Callable[[Batch], Any]] = None
+        self._rehearsal = Rehearsal(steps)
+        self._batches = Batches(steps.strategy, steps.cut.axis, chosen.in_tokens)
 
     def forget(self) -> None:
         """Looks again: the model may have been compiled anew."""
-        self._searches, self._rehearsal = [None, None], None
+        self._searches, self._rehearsal = [None, None], Rehearsal(self._steps)
 
-    @property
-    def latest(self) -> int:
-        """The size of the latest batch."""
-        return self._chosen.current
+    def callbacks(self, callbacks: Any) -> Any:
+        """The callbacks of a fit, and before them one that logs the size of each epoch."""
+        own = SizeLogged(self._unit, self._trained_size)
+        return with_size(callbacks, self._steps.model, own)
 
     def attempt(self, training: bool) -> Attempt:
         """A function that runs batches, each as often as it takes."""
 
         def attempt(run: Callable[[Batch], Logs], batch: Batch) -> Logs:
-            search = self._search(training)
-            whole, extent = self._measured(batch)
+            whole, extent = self._batches.measured(batch)
+            search = self._search(training, batch, whole)
             search.meet(whole, extent)
             if training and search.to_rehearse() is not None:
                 self._rehearse(search, batch)
@@ -62,9 +71,8 @@ class Auto:
                     break
             if len(tried) > 1:
                 checks.LOG.warning(checks.shrunk(self._unit, tried, whole))
-            if training and search.is_settled and not was_settled:
-                line = checks.settled(self._unit, search.size, whole, search.found())
-                checks.LOG.warning(line)
+            if training and search.is_settled and (not was_settled or len(tried) > 1):
+                self._keep(search, whole, not was_settled)
             return logs
 
         return attempt
@@ -100,16 +108,46 @@ class Auto:
         size = None if training else search.to_rehearse()
         return search.next() if size is None else search.next_is(size)
 
-    def _search(self, training: bool) -> Search:
+    def _search(self, training: bool, batch: Batch, whole: int) -> Search:
         found = self._searches[training]
         if found is None:
             self._find_limit()
             limit = None if self._limit is None else self._limit.bytes
             power = 1 if self._chosen.in_tokens else 2
-            trained = self._searches[True]
-            first = None if training or trained is None else trained.size or None
+            first = self._cached(batch, whole) if training else self._trained_size()
             found = self._searches[training] = Search(limit, training, first, power)
         return found
+
+    def _trained_size(self) -> Optional[int]:
+        trained = self._searches[True]
+        return None if trained is None else trained.size or None
+
+    def _cached(self, batch: Batch, whole: int) -> Optional[int]:
+        """The size that was found before, if it still fits."""
+        steps, limit = self._steps, None if self._limit is None else self._limit.bytes
+        how = {
+            "unit": self._unit,
+            "kind": type(steps).__name__,
+            "axis": steps.cut.axis,
+            "compiled": steps.model.jit_compile,
+            "eager": steps.model.run_eagerly,
+            "replicas": 1 if self._strategy is None else self._strategy.num_replicas_in_sync,
+        }
+        self._key = key_of(steps.model, self._batches.parts(batch)[0], whole, how, limit)
+        found = cache.read(self._key)
+        is_tight = limit is not None and found is not None and self._before + found.bytes > limit
+        return None if found is None or is_tight else found.size
+
+    def _keep(self, search: Search, whole: int, is_new: bool) -> None:
+        """Says what was found, and keeps it for other runs."""
+        if is_new:
+            line = checks.settled(self._unit, search.size, whole, search.found())
+            checks.LOG.warning(line)
+        takes = 0
+        if self._counter is not None and search.has_peaks:
+            takes = max(0, search.expects(search.size) - self._before)
+        if self._key is not None:
+            cache.write(self._key, cache.Found(search.size, takes))
 
     def _find_limit(self) -> None:
         """How much memory there may be, if it has to be watched."""
@@ -119,7 +157,8 @@ class Auto:
         of_device = device_memory.size() if on_gpu else None
         self._limit = limits.memory_limit(self.memory_limit, of_device=of_device)
         self._counter = device_memory.GpuCounter() if on_gpu else ProcessCounter()
-        limits.check_room(self._limit, self._counter.now(), "the program and its data")
+        self._before = self._counter.now()
+        limits.check_room(self._limit, self._before, "the program and its data")
 
     def _once(
         self,
@@ -186,17 +225,18 @@ class Auto:
 
     def _rehearse(self, search: Search, batch: Batch) -> None:
         """Finds what sizes take, by steps that write nothing, on few examples of a batch."""
-        assert self._counter is not None and self._limit is not None
-        part = self._parts(batch)[0]
+        assert self._counter is not None
+        assert self._limit is not None
         size = search.to_rehearse()
         while size is not None:
-            rows = self._rows(part, size)
+            rows = self._batches.rows(batch, size)
             self._chosen.set(size)
             try:
                 if not search.has_peaks:
-                    self._run_rehearsal(rows)  # which traces, and plans
-                    search.takes_beyond(self._of_update())
-                peak = peak_of(lambda: self._run_rehearsal(rows), self._counter)
+                    self._rehearsal(rows)  # which traces, and plans
+                    search.takes_beyond(self._rehearsal.of_update())
+                work = functools.partial(self._rehearsal, rows)
+                peak = peak_of(work, self._counter)
             except (tf.errors.OpError, MemoryError) as error:
                 if not _is_out_of_memory(error):
                     raise
@@ -206,61 +246,9 @@ class Auto:
             else:
                 search.rehearsed(size, peak.bytes)
             size = search.to_rehearse()
-        if self.memory_limit is not None and search.least() > self._limit.bytes:
-            least = limits.shown(search.least())
+        if self.memory_limit is not None and search.expects(1) > self._limit.bytes:
+            least = limits.shown(search.expects(1))
             raise checks.too_little(self._limit, least, self._unit)
-
-    def _rows(self, part: Batch, size: int) -> Batch:
-        """Two micro-batches of a size, so that sums are in memory beside gradients."""
-        if self._chosen.in_tokens:
-            size = max(1, size // self._length(part))
-
-        def rows(leaf: Any) -> Any:
-            return None if leaf is None else leaves.slice_of(leaf, 0, 2 * size, static=False)
-
-        return tf.nest.map_structure(rows, part)
-
-    def _run_rehearsal(self, rows: Batch) -> None:
-        if self._rehearsal is None:
-            rehearse = self._steps.rehearse
-            if not self._steps.model.run_eagerly:
-                specs = graph.specs_of(rows, any_size=True)
-                rehearse = tf.function(rehearse, input_signature=[specs], autograph=False)
-            self._rehearsal = rehearse
-        self._rehearsal(rows)
-
-    def _of_update(self) -> int:
-        """About what an optimizer takes beyond the gradients, while it writes."""
-        weights = [variable.value for variable in self._steps.model.trainable_weights]
-        sizes = [weight.shape.num_elements() * weight.dtype.size for weight in weights]
-        return 2 * sum(sizes)
-
-    def _measured(self, batch: Batch) -> Tuple[int, float]:
-        """The size that takes all of a batch, on the replica with the most; and one example's."""
-        found = [self._measured_part(part) for part in self._parts(batch)]
-        return max(whole for whole, _ in found), max(extent for _, extent in found)
-
-    def _parts(self, batch: Batch) -> List[Batch]:
-        """The parts of a batch that the replicas of this process have."""
-        kind = tf.experimental.Optional  # which stands for None in batches of datasets
-        there = tf.nest.map_structure(lambda x: None if isinstance(x, kind) else x, batch)
-        return [graph.to_tensors(part) for part in replicas.parts_of_batch(self._strategy, there)]
-
-    def _measured_part(self, part: Batch) -> Tuple[int, float]:
-        there = [leaf for leaf in tf.nest.flatten(part) if leaf is not None]
-        examples = max(1, *(int(leaves.examples_of(leaf)) for leaf in there))
-        if self._chosen.in_tokens:
-            length = self._length(part)
-            return examples * length, length
-        dense = tf.nest.flatten(part, expand_composites=True)
-        elements = sum(int(tf.size(leaf)) for leaf in dense if leaf is not None)
-        return examples, elements / examples
-
-    def _length(self, part: Batch) -> int:
-        axis = self._steps.cut.axis
-        assert axis is not None
-        there = [leaf for leaf in tf.nest.flatten(part) if leaf is not None]
-        return max([1, *(leaves.length_of(leaf, axis) for leaf in there if len(leaf.shape) > axis)])
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -41,7 +41,7 @@ class Accumulation(Steps):
         memory_limit: Any = None,
     ):
         super().__init__(model, cut, micro_batch_weight)
-        self.auto = None if cut.chosen is None else Auto(self, cut.chosen, memory_limit)
+        self.auto = None if cut.chosen is None else Auto(self, memory_limit)
         self.looks = False
         self._own = own.own_steps(model, cut, micro_batch_weight)
         self._replaced: Dict[str, Any] = {}
@@ -62,7 +62,7 @@ class Accumulation(Steps):
             methods["train_step"] = self.own_train_step
         own_test = "test_step" in self._own
         methods["test_step"] = self.own_test_step if own_test else self.test_step
-        if isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        if self._has_workers() or self.auto is not None:
             methods["fit"] = self.fit
         for name, method in methods.items():
             if name in vars(self.model):
@@ -104,15 +104,22 @@ class Accumulation(Steps):
         return replicas.for_reduction(step(data) if step.can_be_cut(data) else step.whole(data))
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """As Keras', on one of the workers of a cluster."""
+        """As Keras', on one of the workers of a cluster, or with sizes that are looked for."""
         fit = type(self.model).fit
         call = inspect.signature(fit).bind(self.model, *args, **kwargs)
         call.apply_defaults()
+        own = call.arguments["callbacks"]
         if replicas.has_several_workers(self.strategy):
             worker_checks.shuffles_alike(call.arguments["x"], call.arguments["shuffle"])
-        own = callbacks.callbacks_of(self.strategy, call.arguments["callbacks"])
+        if self._has_workers():
+            own = callbacks.callbacks_of(self.strategy, own)
+        if self.auto is not None:
+            own = self.auto.callbacks(own)
         call.arguments["callbacks"] = own
         return fit(*call.args, **call.kwargs)
+
+    def _has_workers(self) -> bool:
+        return isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy)
 
     def build_before_tracing(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Makes all variables. In replicas, and in a trace, it would be too late."""

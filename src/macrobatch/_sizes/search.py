@@ -124,9 +124,9 @@ class Search:
         """Whether any size has been rehearsed."""
         return bool(self._peaks)
 
-    def least(self) -> int:
-        """About the bytes that the smallest size takes."""
-        return int(self.expected(1)) + self._beyond
+    def expects(self, size: int) -> int:
+        """The bytes that an update with a size is expected to take."""
+        return int(self.expected(size)) + self._beyond
 
     def ran(self, batch: int, seconds: Optional[float] = None) -> None:
         """Hears that a batch has been run with the size that was next.
@@ -150,6 +150,7 @@ class Search:
         """Hears that the size that was next ran out of memory. Whether there is a smaller one."""
         self._failed = min(self.size, self._most)
         self._contenders = [size for size in self._contenders if size < self._failed]
+        self._seconds = {s: each for s, each in self._seconds.items() if s < self._failed}
         if self._phase == "timing" and not self._contenders:
             self._start("settled")
         return self._failed > 1
@@ -223,7 +224,9 @@ class Search:
 
     def found(self) -> str:
         """What was looked at, for the line that says what was found."""
+        if self._first is not None:
+            return "found before"
         if not self._seconds:
-            return "the largest that fits" if self.size < self._most else "the whole batch fits"
+            return "the largest that fits" if self.size < self._most else "all at once"
         others = ", ".join(str(size) for size in sorted(self._seconds))
         return f"the fastest of {others}"

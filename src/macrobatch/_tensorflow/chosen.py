@@ -17,9 +17,7 @@ class ChosenSize(Chosen):
 
     def __init__(self, strategy: Any, in_tokens: bool = False):
         self.in_tokens, self.current = in_tokens, 1
-        self._variable = replicas.variable(
-            strategy, [], tf.int32, "micro_batch_size", summed=False
-        )
+        self._variable = replicas.variable(strategy, [], tf.int32, "micro_batch_size", summed=False)
         self._variable.assign(1)
 
     def set(self, size: int) -> None:
