@@ -30,13 +30,15 @@ def run(search, seconds, batch=512, most=None, extent=1.0, peak=None, batches=20
 def test_finds_the_fastest(best):
     search = Search()
     run(search, lambda size: max(size / best, best / size) ** 0.3)
-    assert search.is_settled and search.size == best
+    assert search.is_settled
+    assert search.size == best
 
 
 def test_starts_with_the_whole_batch_and_halves_what_runs_out():
     search = Search(looks=False)
     assert run(search, lambda size: 1.0, batch=96, most=20) == [96, 64, 32, 16]
-    assert search.is_settled and search.size == 16
+    assert search.is_settled
+    assert search.size == 16
 
 
 def test_does_not_look_where_the_size_shows():
@@ -72,14 +74,16 @@ def test_small_batches_are_not_timed():
         search.meet(100, 1.0)
         search.next()
         search.ran(100, 1.0)
-    assert not search.is_settled and search.size == 512
+    assert not search.is_settled
+    assert search.size == 512
 
 
 def test_interleaves():
     search = Search()
     sizes = run(search, lambda size: 1.0 if size >= 128 else 3.0)
     turns = sizes[-6:]
-    assert len(set(turns)) > 1 and all(a != b for a, b in zip(turns, turns[1:]))
+    assert len(set(turns)) > 1
+    assert all(a != b for a, b in zip(turns, turns[1:]))
 
 
 def test_a_larger_batch_later_runs_out_again():
@@ -114,7 +118,8 @@ def test_settled_and_then_run_out():
     assert search.size == 512
     search.next()
     assert search.ran_out()
-    assert search.next() == 256 and search.is_settled
+    assert search.next() == 256
+    assert search.is_settled
 
 
 @pytest.mark.parametrize("limit", [130, 200, 300, 600, 10_000])
@@ -141,7 +146,7 @@ def test_what_an_update_takes_beyond_its_rehearsal_counts():
     assert search.next() == 64
 
 
-@pytest.mark.parametrize("power, expected", [(2, 32), (1, 64)])
+@pytest.mark.parametrize(("power", "expected"), [(2, 32), (1, 64)])
 def test_longer_examples_shrink_the_size(power, expected):
     search = Search(limit=300, looks=False, power=power)
     run(search, lambda size: 1.0, peak=lambda size: 100 + size)
