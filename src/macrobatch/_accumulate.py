@@ -8,8 +8,8 @@ from macrobatch._batches.cut import Cut
 from macrobatch._fit import checks, install, own
 from macrobatch._fit.whole_batch import WholeBatchAccumulation
 from macrobatch._keras.model import inputs_of
-from macrobatch._sizes import checks as size_checks
 from macrobatch._sizes import limit as limits
+from macrobatch._tensorflow import size_checks
 from macrobatch._tensorflow.chosen import ChosenSize
 
 Model = TypeVar("Model")

@@ -134,6 +134,34 @@ def test_train_on_batch_and_evaluate(monkeypatch):
     np.testing.assert_allclose(after, expected.evaluate(x, y, verbose=0), rtol=1e-10)
 
 
+def on_replicas():
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_replicas_have_one_size(is_watched, monkeypatch):
+    # Parts of 12, and of 6 in the last batch.
+    expected = plain()
+    narrow(monkeypatch, 4 * 5)
+    with on_replicas().scope():
+        model = compiled(dense())
+    limits = {}
+    if is_watched:
+        monkeypatch.setattr(autos, "ProcessCounter", Count)
+        monkeypatch.setattr(autos.Rehearsal, "of_update", lambda self: 0)
+        limits = {"memory_limit": int((2**20 + 4 * 4 * 5) / 0.95)}
+    history = fitted(macrobatch.accumulate(model, **limits))
+    assert_same(expected, model)
+    assert max(history["micro_batch_size"]) <= 4
+
+
+def test_synchronized_layers_need_a_number():
+    with on_replicas().scope():
+        model = compiled(dense(keras.layers.BatchNormalization(synchronized=True)))
+    with pytest.raises(ValueError, match='micro_batch_size="auto" and synchronized=True'):
+        fitted(macrobatch.accumulate(model))
+
+
 def embedded():
     keras.utils.set_random_seed(1)
     inputs = keras.Input([None], dtype="int32")

@@ -6,6 +6,7 @@ limit that the kernel holds: a model whose plain step does not fit.
 trains in MIB more than the process has, and prints how far that ends from unlimited training.
 """
 
+import contextlib
 import json
 import os
 import resource
@@ -23,13 +24,16 @@ import macrobatch
 UNITS = 32768  # 256 KiB an example, for each of some five tensors
 
 
+def layers_of():
+    layers = [keras.Input([None, 4]), keras.layers.Dense(UNITS, "tanh")]
+    return keras.Sequential([*layers, keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+
+
 def build():
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     keras.utils.set_random_seed(0)
-    layers = [keras.Input([None, 4]), keras.layers.Dense(UNITS, "tanh")]
-    layers += [keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)]
-    model = keras.Sequential(layers)
+    model = layers_of()
     model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
     return model
 
@@ -49,12 +53,18 @@ def longer_in_the_middle():
     return [examples(64)] * 3 + [examples(64, 8)] * 2 + [examples(64)] * 2
 
 
+@contextlib.contextmanager
 def limited(mebibytes):
     """Lets this process have no more address space than that beyond what it has."""
     with open("/proc/self/status") as lines:
         fields = dict(line.split(":", 1) for line in lines)
     size = int(fields["VmSize"].split()[0]) * 1024 + mebibytes * 2**20
-    resource.setrlimit(resource.RLIMIT_AS, (size, size))
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def fitted(model, batches):
@@ -71,16 +81,16 @@ def main(mebibytes):
     tf.config.threading.set_inter_op_parallelism_threads(1)
     cases = [from_the_start, longer_in_the_middle]
     unlimited = [fitted(build(), case())[0] for case in cases]
-    limited(mebibytes)
     found = {}
-    for case, expected in zip(cases, unlimited):
-        ended, sizes = fitted(macrobatch.accumulate(build()), case())
-        furthest = max(float(np.abs(a - b).max()) for a, b in zip(ended, expected))
-        found[case.__name__] = {"difference": furthest, "sizes": sizes}
-    try:
-        fitted(build(), from_the_start())
-    except tf.errors.ResourceExhaustedError:
-        found["plain"] = "ran out"
+    with limited(mebibytes):
+        for case, expected in zip(cases, unlimited):
+            ended, sizes = fitted(macrobatch.accumulate(build()), case())
+            furthest = max(float(np.abs(a - b).max()) for a, b in zip(ended, expected))
+            found[case.__name__] = {"difference": furthest, "sizes": sizes}
+        try:
+            fitted(build(), from_the_start())
+        except tf.errors.ResourceExhaustedError:
+            found["plain"] = "ran out"
     print(json.dumps(found))
 
 

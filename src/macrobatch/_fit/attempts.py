@@ -39,6 +39,7 @@ class OneByOne:
         """
         self._function, self._steps, self._attempt = function, steps, attempt
         self._is_eager, self._variant = is_eager, variant
+        self._next = tf.function(lambda iterator: iterator.get_next(), autograph=False)
         self._graphs: Dict[Any, Callable[[Batch], Logs]] = {}
 
     def __call__(self, iterator: Any) -> Logs:
@@ -50,13 +51,19 @@ class OneByOne:
 
         for _ in range(self._steps):
             try:
-                batch = next(iterator)
+                batch = self._taken(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
                 break
             logs = self._attempt(run, batch)
         if logs is None:
             raise StopIteration
         return logs
+
+    def _taken(self, iterator: Any) -> Batch:
+        """The next batch, which workers ask each other for: outside of graphs, with new threads."""
+        if self._is_eager or not isinstance(iterator, tf.distribute.DistributedIterator):
+            return next(iterator)
+        return self._next(iterator)
 
     def _runner(self, iterator: Any) -> Callable[[Batch], Logs]:
         kinds = (tf.data.Iterator, tf.distribute.DistributedIterator)

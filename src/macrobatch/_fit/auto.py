@@ -9,21 +9,26 @@ from typing import Any, Callable, Dict, List, Optional
 import numpy as np
 import tensorflow as tf
 
+from macrobatch._fit.agreed import Agreed
 from macrobatch._fit.attempts import Attempt
 from macrobatch._fit.rehearsal import Batches, Rehearsal
 from macrobatch._fit.size_key import key_of
 from macrobatch._fit.size_logged import SizeLogged, with_size
 from macrobatch._fit.steps import Steps
-from macrobatch._sizes import cache, checks
+from macrobatch._sizes import cache
 from macrobatch._sizes import limit as limits
 from macrobatch._sizes.peaks import Counter, ProcessCounter, peak_of
 from macrobatch._sizes.search import Search
 from macrobatch._tensorflow import device_memory, replicas
+from macrobatch._tensorflow import size_checks as checks
 from macrobatch._tensorflow.chosen import ChosenSize
+from macrobatch._tensorflow.size_checks import is_out_of_memory
 from macrobatch._types import Batch, Logs
 
-# What a compiler raises besides where there is no memory on a device.
-_NO_MEMORY = ("out of memory", "OUT_OF_MEMORY", "failed to allocate", "Failed to allocate")
+
+# What a worker keeps free when it rehearses a size: the train step is traced later, and the step
+# itself must not run out, because other workers would wait for it.
+RESERVE = 2**26  # bytes
 
 
 class Auto:
@@ -42,6 +47,9 @@ class Auto:
         self._key: Optional[Dict[str, Any]] = None
         self._compiles = False
         self._rehearsal = Rehearsal(steps)
+        self._agreed: Optional[Agreed] = None
+        if replicas.has_several_workers(steps.strategy):
+            self._agreed = Agreed(steps.strategy, self._fits_here, self._unit)
         self._batches = Batches(steps.strategy, steps.cut.axis, chosen.in_tokens)
 
     def forget(self) -> None:
@@ -64,8 +72,11 @@ class Auto:
                 self._rehearse(search, batch)
             was_settled, tried = search.is_settled, []
             while True:
-                self._chosen.set(self._next(search, training))
-                tried.append(self._chosen.current)
+                size = self._next(search, training)
+                if self._agreed is not None:
+                    size = self._agreed(search, size, batch)
+                self._chosen.set(size)
+                tried.append(size)
                 logs = self._once(search, training, run, batch, whole)
                 if logs is not None:
                     break
@@ -187,17 +198,15 @@ class Auto:
                 work()
             seconds = time.perf_counter() - start
         except (tf.errors.OpError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
             message = str(error)
+            if self._agreed is not None:
+                raise checks.only_here(message) from error
             if self._has_begun():
-                raise tf.errors.ResourceExhaustedError(
-                    None, None, checks.ran_out_while_writing(message)
-                ) from error
+                raise checks.ran_out_while_writing(message) from error
             if not search.ran_out():
-                raise tf.errors.ResourceExhaustedError(
-                    None, None, checks.ran_out_at_one(self._unit, message)
-                ) from error
+                raise checks.ran_out_at_one(self._unit, message) from error
             return None
         self._begun += 1
         if training and self._steps.shows_size:
@@ -208,6 +217,20 @@ class Auto:
             search.rehearsed(search.size, peak)
         search.ran(whole, seconds)
         return found[0]
+
+    def _fits_here(self, size: int, batch: Batch) -> bool:
+        """Whether a rehearsal of a size fits in the memory of this worker, and a little more."""
+        size += 1 + size // 8
+        self._chosen.set(size)
+        try:
+            reserve = tf.zeros([RESERVE + self._rehearsal.of_update()], tf.int8)
+            self._rehearsal(self._batches.rows(batch, size))
+            del reserve
+        except (tf.errors.OpError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            return False
+        return True
 
     def _has_begun(self) -> bool:
         """Whether a batch that failed had begun to write."""
@@ -238,7 +261,7 @@ class Auto:
                 work = functools.partial(self._rehearsal, rows)
                 peak = peak_of(work, self._counter)
             except (tf.errors.OpError, MemoryError) as error:
-                if not _is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 search.next_is(size)
                 if not search.ran_out():
@@ -249,10 +272,3 @@ class Auto:
         if self.memory_limit is not None and search.expects(1) > self._limit.bytes:
             least = limits.shown(search.expects(1))
             raise checks.too_little(self._limit, least, self._unit)
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    if isinstance(error, (tf.errors.ResourceExhaustedError, MemoryError)):
-        return True
-    kinds = (tf.errors.InternalError, tf.errors.UnknownError)
-    return isinstance(error, kinds) and any(text in str(error) for text in _NO_MEMORY)

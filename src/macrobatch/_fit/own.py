@@ -14,8 +14,7 @@ from macrobatch._own_steps import tracing
 from macrobatch._own_steps.plan import Plan
 from macrobatch._own_steps.step import BatchStep
 from macrobatch._own_steps.trial import TriedStep
-from macrobatch._sizes import checks as size_checks
-from macrobatch._tensorflow import graph, replicas
+from macrobatch._tensorflow import graph, replicas, size_checks
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._types import Batch, Logs, Size
 

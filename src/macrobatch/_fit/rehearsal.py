@@ -58,7 +58,9 @@ class Batches:
             size = max(1, size // self._length(part))
 
         def rows(leaf: Any) -> Any:
-            return None if leaf is None else leaves.slice_of(leaf, 0, 2 * size, static=False)
+            if leaf is None or isinstance(leaf, tf.SparseTensor):
+                return None if leaf is None else leaves.slice_of(leaf, 0, 2 * size, static=False)
+            return tf.gather(leaf, tf.range(2 * size) % tf.maximum(leaves.examples_of(leaf), 1))
 
         return tf.nest.map_structure(rows, graph.to_tensors(part))
 

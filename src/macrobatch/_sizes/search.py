@@ -105,6 +105,10 @@ class Search:
         """Hears what a rehearsal of a size took."""
         self._peaks[size] = Peak(self._extent, peak)
 
+    def largest(self) -> int:
+        """The largest size that fits, as far as is known."""
+        return max(self._allowed())
+
     def takes_beyond(self, more: int) -> None:
         """Hears how many bytes an update takes beyond its rehearsal."""
         self._beyond = max(self._beyond, more)

@@ -263,6 +263,17 @@ def local(variable: Any) -> Any:
     return variable.read_value()
 
 
+def own_part(variable: Any) -> Any:
+    """A variable, or outside of replicas the part of one that this process has.
+
+    To read the sum of all parts, workers would wait for each other.
+    """
+    strategy = getattr(variable, "distribute_strategy", None)
+    if in_replica() or not has_several_workers(strategy):
+        return variable
+    return strategy.experimental_local_results(variable)[0]
+
+
 def parts(strategy: Any, variable: Any) -> Sequence[Any]:
     """The parts of a variable that are on this machine, each a variable."""
     return [variable] if strategy is None else strategy.experimental_local_results(variable)

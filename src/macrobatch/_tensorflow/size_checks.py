@@ -3,26 +3,52 @@
 import logging
 from typing import Any, Sequence
 
+import tensorflow as tf
+
 # Python shows warnings of a log on the terminal, if nobody has set up anything else.
 LOG = logging.getLogger("macrobatch")
 
+# What a compiler raises besides, where a device has no memory.
+_NO_MEMORY = ("out of memory", "out_of_memory", "failed to allocate")
 _LESS = (
     "What makes one example smaller: rematerialisation (keras.RematScope), mixed precision "
     "(keras.mixed_precision), shorter sequences or smaller images, a smaller model."
 )
 
 
-def ran_out_at_one(unit: str, message: str) -> str:
-    """What to say where not even the smallest micro-batch fits."""
-    return (
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an error says that there is no memory."""
+    if isinstance(error, (tf.errors.ResourceExhaustedError, MemoryError)):
+        return True
+    kinds = (tf.errors.InternalError, tf.errors.UnknownError)
+    return isinstance(error, kinds) and any(text in str(error).lower() for text in _NO_MEMORY)
+
+
+def _exhausted(message: str) -> Exception:
+    error: Exception = tf.errors.ResourceExhaustedError(None, None, message)
+    return error
+
+
+def ran_out_at_one(unit: str, message: str) -> Exception:
+    """What to raise where not even the smallest micro-batch fits."""
+    return _exhausted(
         f"Not even a micro-batch of one example fits in memory ({unit}=1). Nothing of this batch "
         f"has been applied. {_LESS}\n{message}"
     )
 
 
-def ran_out_while_writing(message: str) -> str:
-    """What to say where the optimizer ran out of memory."""
-    return (
+def only_here(message: str) -> Exception:
+    """What to raise where one of several workers ran out of memory in a step."""
+    return _exhausted(
+        "This worker ran out of memory in a step that had fitted without the other workers. They "
+        "wait for it in this step, so the step cannot be run again. Start again with a smaller "
+        f"memory_limit=, or with a number for micro_batch_size=.\n{message}"
+    )
+
+
+def ran_out_while_writing(message: str) -> Exception:
+    """What to raise where the optimizer ran out of memory."""
+    return _exhausted(
         "Memory ran out while the optimizer was writing. All gradients of the batch were there, so "
         "smaller micro-batches would not help, and the batch is not run again, because some "
         "weights may have been updated. Go on from a checkpoint or a backup "
