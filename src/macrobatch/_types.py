@@ -104,20 +104,6 @@ class Forward(NamedTuple):
 ForwardPass = Callable[[Batch, List[Tensor], How], Forward]
 
 
-class Chosen:
-    """A size of micro-batches that is not given, but found while training.
-
-    Attributes:
-        in_tokens: whether it is examples times the longest of them, and not examples.
-    """
-
-    in_tokens = False
-
-    def now(self) -> Size:
-        """The size of now: of a graph that can run with any size, a tensor."""
-        raise NotImplementedError
-
-
 class Run(NamedTuple):
     """`count` micro-batches of `size` examples, from example `start` on.
 

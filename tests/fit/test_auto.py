@@ -13,7 +13,7 @@ from support import assert_same, thorough
 
 import macrobatch
 from macrobatch._fit import auto as autos
-from macrobatch._sizes import limit
+from macrobatch._sizes import limit, watch
 
 x = np.random.RandomState(0).randn(60, 4)
 y = np.random.RandomState(1).randn(60, 1)
@@ -147,7 +147,7 @@ def test_replicas_have_one_size(is_watched, monkeypatch):
         model = compiled(dense())
     limits = {}
     if is_watched:
-        monkeypatch.setattr(autos, "ProcessCounter", Count)
+        monkeypatch.setattr(watch, "ProcessCounter", Count)
         monkeypatch.setattr(autos.Rehearsal, "of_update", lambda self: 0)
         limits = {"memory_limit": int((2**20 + 4 * 4 * 5) / 0.95)}
     history = fitted(macrobatch.accumulate(model, **limits))
@@ -155,6 +155,7 @@ def test_replicas_have_one_size(is_watched, monkeypatch):
     assert max(history["micro_batch_size"]) <= 4
 
 
+@pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
 def test_synchronized_layers_need_a_number():
     with on_replicas().scope():
         model = compiled(dense(keras.layers.BatchNormalization(synchronized=True)))
@@ -357,7 +358,7 @@ class Count:
 @pytest.fixture
 def watched(monkeypatch):
     monkeypatch.setattr(limit, "running_out_is_an_error", lambda on_gpu: False)
-    monkeypatch.setattr(autos, "ProcessCounter", Count)
+    monkeypatch.setattr(watch, "ProcessCounter", Count)
     monkeypatch.setattr(autos.Rehearsal, "of_update", lambda self: 0)
 
 

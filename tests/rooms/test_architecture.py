@@ -36,7 +36,7 @@ MAY_IMPORT = {
         "_sizes",
     },
     "_gradient_accumulator": {*SHARED, "_tensorflow"},
-    "_gradients": {*SHARED, "_tensorflow", "_batches", "_keras", "_meeting"},
+    "_gradients": {*SHARED, "_tensorflow", "_batches", "_keras", "_meeting", "_sizes"},
     "_value_and_gradients": {
         *SHARED,
         "_tensorflow",
@@ -45,6 +45,7 @@ MAY_IMPORT = {
         "_gradients",
         "_meeting",
         "_own_steps",
+        "_sizes",
     },
     "_accumulate": {*SHARED, "_tensorflow", "_batches", "_keras", "_fit", "_sizes"},
     "_verify": {

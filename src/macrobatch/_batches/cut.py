@@ -1,12 +1,25 @@
 """How batches are to be cut: what the user has asked for, and the micro-batches that come of it."""
 
-from typing import Any, Callable, NamedTuple, Optional, Sequence
+from typing import Any, Callable, NamedTuple, Optional, Protocol, Sequence
 
 from macrobatch._batches import checks
 from macrobatch._batches.by_length import ByLength, given_lengths
 from macrobatch._batches.in_order import InOrder
 from macrobatch._batches.sequences import Memory, Sequences
-from macrobatch._types import Batch, BatchEngine, Chosen, MicroBatches, Size, Tensor
+from macrobatch._types import Batch, BatchEngine, MicroBatches, Size, Tensor
+
+
+class Chosen(Protocol):
+    """A size of micro-batches that is not given, but found while training.
+
+    Attributes:
+        in_tokens: whether it is examples times the longest of them, and not examples.
+    """
+
+    in_tokens: bool
+
+    def now(self) -> Size:
+        """The size of now: of a graph that can run with any size, a tensor."""
 
 
 class Cut(NamedTuple):

@@ -11,20 +11,20 @@ import tensorflow as tf
 
 from macrobatch._fit.agreed import Agreed
 from macrobatch._fit.attempts import Attempt
-from macrobatch._fit.rehearsal import Batches, Rehearsal
+from macrobatch._fit.rehearsal import Rehearsal
 from macrobatch._fit.size_key import key_of
 from macrobatch._fit.size_logged import SizeLogged, with_size
 from macrobatch._fit.steps import Steps
-from macrobatch._sizes import cache
+from macrobatch._sizes import cache, watch
 from macrobatch._sizes import limit as limits
-from macrobatch._sizes.peaks import Counter, ProcessCounter, peak_of
+from macrobatch._sizes.peaks import peak_of
 from macrobatch._sizes.search import Search
-from macrobatch._tensorflow import device_memory, replicas
+from macrobatch._tensorflow import replicas
 from macrobatch._tensorflow import size_checks as checks
 from macrobatch._tensorflow.chosen import ChosenSize
+from macrobatch._tensorflow.extents import Batches
 from macrobatch._tensorflow.size_checks import is_out_of_memory
 from macrobatch._types import Batch, Logs
-
 
 # What a worker keeps free when it rehearses a size: the train step is traced later, and the step
 # itself must not run out, because other workers would wait for it.
@@ -39,11 +39,9 @@ class Auto:
         assert isinstance(chosen, ChosenSize)
         self._steps, self._chosen, self.memory_limit = steps, chosen, memory_limit
         self._unit = "micro_batch_tokens" if chosen.in_tokens else "micro_batch_size"
-        self._limit: Optional[limits.Limit] = None
-        self._counter: Optional[Counter] = None
+        self._watch: Optional[watch.Watch] = None
         self._searches: List[Optional[Search]] = [None, None]  # of testing and of training
         self._begun = 0
-        self._before = 0  # bytes that there were before any batch
         self._key: Optional[Dict[str, Any]] = None
         self._compiles = False
         self._rehearsal = Rehearsal(steps)
@@ -122,8 +120,8 @@ class Auto:
     def _search(self, training: bool, batch: Batch, whole: int) -> Search:
         found = self._searches[training]
         if found is None:
-            self._find_limit()
-            limit = None if self._limit is None else self._limit.bytes
+            self._watch = watch.needed(self.memory_limit)
+            limit = None if self._watch is None else self._watch.limit.bytes
             power = 1 if self._chosen.in_tokens else 2
             first = self._cached(batch, whole) if training else self._trained_size()
             found = self._searches[training] = Search(limit, training, first, power)
@@ -135,7 +133,8 @@ class Auto:
 
     def _cached(self, batch: Batch, whole: int) -> Optional[int]:
         """The size that was found before, if it still fits."""
-        steps, limit = self._steps, None if self._limit is None else self._limit.bytes
+        steps, watched = self._steps, self._watch
+        limit = None if watched is None else watched.limit.bytes
         how = {
             "unit": self._unit,
             "kind": type(steps).__name__,
@@ -146,8 +145,9 @@ class Auto:
         }
         self._key = key_of(steps.model, self._batches.parts(batch)[0], whole, how, limit)
         found = cache.read(self._key)
-        is_tight = limit is not None and found is not None and self._before + found.bytes > limit
-        return None if found is None or is_tight else found.size
+        if found is None or (watched and watched.before + found.bytes > watched.limit.bytes):
+            return None
+        return found.size
 
     def _keep(self, search: Search, whole: int, is_new: bool) -> None:
         """Says what was found, and keeps it for other runs."""
@@ -155,21 +155,10 @@ class Auto:
             line = checks.settled(self._unit, search.size, whole, search.found())
             checks.LOG.warning(line)
         takes = 0
-        if self._counter is not None and search.has_peaks:
-            takes = max(0, search.expects(search.size) - self._before)
+        if self._watch is not None and search.has_peaks:
+            takes = max(0, search.expects(search.size) - self._watch.before)
         if self._key is not None:
             cache.write(self._key, cache.Found(search.size, takes))
-
-    def _find_limit(self) -> None:
-        """How much memory there may be, if it has to be watched."""
-        on_gpu = bool(device_memory.gpus())
-        if self.memory_limit is None and limits.running_out_is_an_error(on_gpu):
-            return
-        of_device = device_memory.size() if on_gpu else None
-        self._limit = limits.memory_limit(self.memory_limit, of_device=of_device)
-        self._counter = device_memory.GpuCounter() if on_gpu else ProcessCounter()
-        self._before = self._counter.now()
-        limits.check_room(self._limit, self._before, "the program and its data")
 
     def _once(
         self,
@@ -180,7 +169,7 @@ class Auto:
         whole: int,
     ) -> Optional[Logs]:
         """Runs a batch. Returns None if memory ran out before anything was written."""
-        is_measured = self._counter is not None and not search.is_settled and not search.times
+        is_measured = not search.is_settled and not search.times
         found: List[Logs] = []
 
         def work() -> None:
@@ -191,9 +180,8 @@ class Auto:
         try:
             start = time.perf_counter()
             peak = None
-            if is_measured:
-                assert self._counter is not None
-                peak = peak_of(work, self._counter).bytes
+            if self._watch is not None and is_measured:
+                peak = peak_of(work, self._watch.counter).bytes
             else:
                 work()
             seconds = time.perf_counter() - start
@@ -248,8 +236,8 @@ class Auto:
 
     def _rehearse(self, search: Search, batch: Batch) -> None:
         """Finds what sizes take, by steps that write nothing, on few examples of a batch."""
-        assert self._counter is not None
-        assert self._limit is not None
+        assert self._watch is not None
+        limit = self._watch.limit
         size = search.to_rehearse()
         while size is not None:
             rows = self._batches.rows(batch, size)
@@ -259,7 +247,7 @@ class Auto:
                     self._rehearsal(rows)  # which traces, and plans
                     search.takes_beyond(self._rehearsal.of_update())
                 work = functools.partial(self._rehearsal, rows)
-                peak = peak_of(work, self._counter)
+                peak = peak_of(work, self._watch.counter)
             except (tf.errors.OpError, MemoryError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -269,6 +257,6 @@ class Auto:
             else:
                 search.rehearsed(size, peak.bytes)
             size = search.to_rehearse()
-        if self.memory_limit is not None and search.expects(1) > self._limit.bytes:
+        if self.memory_limit is not None and search.expects(1) > limit.bytes:
             least = limits.shown(search.expects(1))
-            raise checks.too_little(self._limit, least, self._unit)
+            raise checks.too_little(limit, least, self._unit)

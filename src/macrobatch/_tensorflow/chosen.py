@@ -5,13 +5,14 @@ from typing import Any
 import tensorflow as tf
 
 from macrobatch._tensorflow import graph, replicas
-from macrobatch._types import Chosen, Size
+from macrobatch._types import Size
 
 
-class ChosenSize(Chosen):
-    """The size that all replicas cut their part of the batch by.
+class ChosenSize:
+    """The size that all replicas cut their part of the batch by: see _batches.cut.Chosen.
 
-    Attributes, beside those of all chosen sizes:
+    Attributes:
+        in_tokens: whether it is examples times the longest of them, and not examples.
         current: the size of now.
     """
 
@@ -27,6 +28,7 @@ class ChosenSize(Chosen):
             self.current = size
 
     def now(self) -> Size:
+        """The size of now: in a graph, a tensor."""
         # To a compiler, sizes are constants: there is a graph for each.
         if tf.executing_eagerly() or graph.in_xla():
             return self.current

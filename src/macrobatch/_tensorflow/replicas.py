@@ -268,7 +268,7 @@ def own_part(variable: Any) -> Any:
 
     To read the sum of all parts, workers would wait for each other.
     """
-    strategy = getattr(variable, "distribute_strategy", None)
+    strategy: Any = getattr(variable, "distribute_strategy", None)
     if in_replica() or not has_several_workers(strategy):
         return variable
     return strategy.experimental_local_results(variable)[0]

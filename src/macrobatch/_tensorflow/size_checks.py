@@ -95,3 +95,13 @@ def not_with(what: str) -> ValueError:
         f'micro_batch_size="auto" does not go with {what}. Expected: a number, '
         "micro_batch_size=8 for instance."
     )
+
+
+def not_in_a_graph(unit: str) -> ValueError:
+    """What to say where memory has to be watched, but a graph runs without Python."""
+    return ValueError(
+        f'{unit}="auto" in a tf.function needs a size that was found before, where running out of '
+        "memory is no error but the end of the process (on a CPU), or where there is a "
+        "memory_limit=. Call macrobatch.value_and_gradients outside of a tf.function for some "
+        f"batches first, until the size stays, or pass a number, {unit}=8 for instance."
+    )
