@@ -54,6 +54,12 @@ class Auto:
         """Looks again: the model may have been compiled anew."""
         self._searches, self._rehearsal = [None, None], Rehearsal(self._steps)
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether a size for training has been found."""
+        found = self._searches[True]
+        return found is not None and found.is_settled
+
     def callbacks(self, callbacks: Any) -> Any:
         """The callbacks of a fit, and before them one that logs the size of each epoch."""
         own = SizeLogged(self._unit, self._trained_size)
