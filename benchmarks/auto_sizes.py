@@ -88,5 +88,3 @@ def within_limits():
 
 def sections():
     return [*(against_fixed(name) for name in MODELS), looking(), within_limits()]
-
-

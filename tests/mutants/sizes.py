@@ -1,0 +1,96 @@
+"""Mutants of sizes that are found: batches that are run again, the search, limits, files."""
+
+from mutant import Mutant
+
+FIT, LOOPS = "fit/test_auto.py::test_", "loops/test_auto_sizes.py::test_"
+SEARCH_TESTS, CACHE_TESTS = "rooms/test_search.py::test_", "rooms/test_cache.py::test_"
+AUTO, STEPS, SEARCH = "_fit/auto.py", "_fit/steps.py", "_sizes/search.py"
+GRAPHS, CACHE, CUT = "_gradients/auto.py", "_sizes/cache.py", "_batches/in_order.py"
+
+MUTANTS = [
+    Mutant(
+        "sizes: a batch that has begun to write is run again",
+        AUTO,
+        "            if self._has_begun():\n",
+        "            if False:\n",
+        (FIT + "an_optimizer_that_runs_out_is_not_called_again",),
+    ),
+    Mutant(
+        "sizes: writes are not counted before they begin",
+        STEPS,
+        "[self.begun.assign_add(1)]",
+        "[self.begun.assign_add(0)]",
+        (FIT + "an_optimizer_that_runs_out_is_not_called_again",),
+    ),
+    Mutant(
+        "sizes: a batch that runs out is skipped",
+        AUTO,
+        "                if logs is not None:\n                    break\n",
+        "                if logs is not None or len(tried) > 2:\n"
+        "                    logs = logs or {'loss': 0.0}\n                    break\n",
+        (FIT + "a_batch_that_runs_out_is_run_again",),
+    ),
+    Mutant(
+        "sizes: the last micro-batch of a size in a variable is left out",
+        CUT,
+        "return [Run(0, size, (examples + size - 1) // size, static=False)]",
+        "return [Run(0, size, examples // size, static=False)]",
+        (FIT + "train_on_batch_and_evaluate",),
+    ),
+    Mutant(
+        "sizes: looks for speed where the size shows",
+        AUTO,
+        "            search.looks = False\n",
+        "            pass\n",
+        (FIT + "where_the_size_shows_it_is_only_shrunk",),
+    ),
+    Mutant(
+        "sizes: a rehearsal writes",
+        STEPS,
+        "            return self._rehearsed((gradients, part))\n",
+        "            pass\n",
+        (FIT + "memory_is_watched_where_running_out_is_no_error[exact]",),
+    ),
+    Mutant(
+        "sizes: sizes that do not fit are tried",
+        SEARCH,
+        "size <= most and self.fits(size)",
+        "size <= most",
+        (SEARCH_TESTS + "rehearses_no_more_than_the_line_says",),
+    ),
+    Mutant(
+        "sizes: longer examples count as short ones",
+        SEARCH,
+        "found.append((max(1, int(size * shorter**self._power)), peak.bytes))",
+        "found.append((size, peak.bytes))",
+        (SEARCH_TESTS + "longer_examples_shrink_the_size",),
+    ),
+    Mutant(
+        "sizes: the first update of a size is timed",
+        SEARCH,
+        "            if self.size not in self._warm:",
+        "            if False:",
+        (SEARCH_TESTS + "first_update_of_a_size_is_not_timed",),
+    ),
+    Mutant(
+        "sizes: times of a size that ran out are kept",
+        SEARCH,
+        "        self._seconds = {s: each for s, each in self._seconds.items() if s < self._failed}\n",
+        "",
+        (SEARCH_TESTS + "runs_out_while_it_looks",),
+    ),
+    Mutant(
+        "sizes: a graph that failed has the same size again",
+        GRAPHS,
+        "        half = tf.maximum((size + 1) // 2, 1)\n",
+        "        half = size\n",
+        (LOOPS + "in_replicas",),
+    ),
+    Mutant(
+        "sizes: the key of a file is not looked at",
+        CACHE,
+        ' or entry["key"] != key',
+        "",
+        (CACHE_TESTS + "a_damaged_file_is_ignored_with_a_warning",),
+    ),
+]
