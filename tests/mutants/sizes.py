@@ -75,8 +75,8 @@ MUTANTS = [
     Mutant(
         "sizes: times of a size that ran out are kept",
         SEARCH,
-        "        self._seconds = {s: each for s, each in self._seconds.items() if s < self._failed}\n",
-        "",
+        "for s, each in self._seconds.items() if s < self._failed}",
+        "for s, each in self._seconds.items()}",
         (SEARCH_TESTS + "runs_out_while_it_looks",),
     ),
     Mutant(
