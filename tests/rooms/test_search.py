@@ -56,6 +56,7 @@ def test_first_update_of_a_size_is_not_timed():
     search = Search()
     run(search, seconds)
     assert search.size == 512
+    assert max(map(max, search._seconds.values())) < 100 / 512
 
 
 def test_ties_go_to_the_smaller_size_and_end():
