@@ -204,7 +204,7 @@ def measured(section, rounds, peers):
     results = {name: {"label": contender.label} for name, contender in contenders.items()}
     if section.kind == "memory":
         fresh(section, contenders, results)
-    elif section.kind == "first":
+    elif section.kind in ("first", "figures"):
         first_calls(section, contenders, rounds, results)
     else:
         timed(section, contenders, rounds, results)

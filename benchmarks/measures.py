@@ -83,3 +83,10 @@ def count(results, name, what):
     """A number that every process of a contender should find alike; the largest, if not."""
     seconds(results, name)  # for its KeyError
     return max(results["contenders"][name][what])
+
+
+def figure(results, name, what):
+    """A figure of a contender, one value for each of its processes."""
+    if "failed" in results["contenders"][name]:
+        raise KeyError(name)
+    return results["contenders"][name][what]

@@ -20,10 +20,24 @@ BASES["accumulated"] = "plain accumulation's"
 
 def draw(section, results, path):
     ways = {"bars": bars, "memory": memory, "line": line, "first": first_step_bars}
+    ways["figures"] = figures
     drawn = ways[section.kind](section, results)
     drawn.suptitle(section.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     drawn.savefig(path, dpi=150)
     plt.close(drawn)
+
+
+def figures(section, results):
+    """The shares, or the times lost, of all contenders."""
+    contenders = [c for c in results["contenders"].values() if "failed" not in c]
+    what = "share" if any("share" in each for each in contenders) else "lost"
+    size = (10, 1.3 + 0.36 * len(contenders))
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    labels = [each["label"] for each in contenders]
+    axes.barh(labels, [measures.spread(each[what]).median for each in contenders], color=OURS)
+    axes.set_xlabel("peak over the limit" if what == "share" else "seconds lost")
+    axes.invert_yaxis()
+    return figure
 
 
 def bars(section, results):

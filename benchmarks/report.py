@@ -32,6 +32,8 @@ def contender_table(section, results):
         return memory_table(results)
     if section.kind == "first":
         return first_step_table(results)
+    if section.kind == "figures":
+        return figures_table(results)
     base = section.base
     over = {"": [], "floor": ["over the floor"], "plain": ["over plain Keras"]}
     over["keras"] = ["over Keras' accumulation"]
@@ -72,6 +74,21 @@ def first_step_table(results):
         counts = [measures.count(results, name, what) for what in ("traces", "graphs again")]
         ratio = time_cell(results, name, first_step.plain(name))
         rows.append([contender["label"], seconds, ratio, *map(str, counts)])
+    return filled(rows)
+
+
+def figures_table(results):
+    """One row for each contender: the medians of what it has found."""
+    contenders = results["contenders"].values()
+    names = {"label", "versions", "failed"}
+    figures = list(dict.fromkeys(f for each in contenders for f in each if f not in names))
+    rows = [["contender", *figures]]
+    for each in contenders:
+        if "failed" in each:
+            rows.append([each["label"], f"failed: {each['failed']}"])
+            continue
+        cells = [f"{measures.spread(each[figure]).median:.4g}" for figure in figures]
+        rows.append([each["label"], *cells])
     return filled(rows)
 
 

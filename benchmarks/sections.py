@@ -1,5 +1,6 @@
 """What is measured against what: the sections of the benchmark, their contenders and targets."""
 
+import auto_sizes
 import first_step
 import measures
 from records import Contender, Section, Target, peak_target, time_target
@@ -311,5 +312,6 @@ def all_sections():
         embedding(),
         linear(),
         first_step.section(),
+        *auto_sizes.sections(),
     ]
     return {section.name: section for section in sections}

@@ -18,6 +18,7 @@ The rooms, in the order of the data flow. A room imports only from those above i
     _keras                       model, loss and metrics of a micro-batch, from values to values
     _tensorflow                  the engine: graph, sums, the loop, replicas, the update
     _meeting                     whether examples meet, tried with some of a batch
+    _sizes                       sizes that are found: limits, peaks, the search, files
     _own_steps                   a step that a model brings itself, on gradients of the whole batch
     _workers                     several processes: wait for each other, launch them
     _gradients                   functions of the user's: how they run, in one pass or two

@@ -1,25 +1,30 @@
 """accumulate and release: fit() on whole batches, in the memory of micro-batches."""
 
-from typing import Any, Callable, Dict, Optional, TypeVar
+from typing import Any, Callable, Dict, Optional, TypeVar, Union
 
+from macrobatch import _internals
 from macrobatch._batches import checks as batch_checks
 from macrobatch._batches.cut import Cut
 from macrobatch._fit import checks, install, own
 from macrobatch._fit.whole_batch import WholeBatchAccumulation
 from macrobatch._keras.model import inputs_of
+from macrobatch._sizes import limit as limits
+from macrobatch._tensorflow import size_checks
+from macrobatch._tensorflow.chosen import ChosenSize
 
 Model = TypeVar("Model")
 
 
 def accumulate(
     model: Model,
-    micro_batch_size: Optional[int] = None,
+    micro_batch_size: Union[int, str, None] = None,
     *,
-    micro_batch_tokens: Optional[int] = None,
+    micro_batch_tokens: Union[int, str, None] = None,
     sequence_axis: Optional[int] = None,
     lengths: Optional[Callable[[Any, Any, Any], Any]] = None,
     micro_batch_weight: Optional[Callable[[Any, Any, Any], Any]] = None,
     whole_batch_loss: bool = False,
+    memory_limit: Union[int, float, str, None] = None,
 ) -> Model:
     """Makes a Keras model train on whole batches in the memory of micro-batches.
 
@@ -42,10 +47,12 @@ def accumulate(
     Args:
         model: a Keras 3 model on the TensorFlow backend, compiled or not. It is changed in place.
         micro_batch_size: the number of examples in memory at one time. Batches need not be a
-            multiple of it.
+            multiple of it. "auto", the default, finds a size while it trains: one that fits, and of
+            those the fastest. A batch that runs out of memory is run again with a smaller size.
+            `History` has the size of each epoch, as `micro_batch_size`. docs/sizes.md has more.
         micro_batch_tokens: instead of `micro_batch_size`, the most that the number of examples
             times the longest of them may be: few long examples, many short ones, and at least one.
-            Needs `sequence_axis`.
+            Needs `sequence_axis`. "auto" finds it, as for `micro_batch_size`.
         sequence_axis: the axis along which sequences are padded, 1 for tokens of shape (examples,
             positions). A micro-batch then has examples of similar length, and all of its sequences
             are cut to the longest: the same update, for less work. An example ends at its last
@@ -64,6 +71,9 @@ def accumulate(
             any scalar of the batch (`Dice`): the update is that of the whole batch. Each
             micro-batch runs forward twice, so that a step takes about a third longer, and the
             predictions of the whole batch are in memory.
+        memory_limit: with "auto", how much memory the process may take: "6GiB", bytes, or a
+            fraction of what is there. On a GPU it is the memory of the device. By default all
+            memory that others do not use.
 
     Returns:
         The model.
@@ -91,6 +101,11 @@ def accumulate(
             micro_batch_size, micro_batch_tokens, sequence_axis, lengths, of=arguments
         )
     )
+    sizes: Any = (cut.size, cut.tokens)
+    is_auto = batch_checks.AUTO in sizes
+    limits.parsed(memory_limit)
+    if not is_auto:
+        size_checks.no_limit_with_size(memory_limit, cut.size or cut.tokens)
     weight = checks.micro_batch_weight(micro_batch_weight)
     of_whole_batch = checks.whole_batch_loss(whole_batch_loss, weight)
     checks.keras_model(model)
@@ -98,9 +113,12 @@ def accumulate(
         batch_checks.free_lengths(inputs_of(model), cut.axis)
     release(model)
     checks.can_be_accumulated(model)
+    if is_auto:
+        chosen = ChosenSize(_internals.strategy_of(model), sizes[1] == batch_checks.AUTO)
+        cut = cut._replace(size=None, tokens=None, chosen=chosen)
     own.check(model, cut, of_whole_batch)
     kind = WholeBatchAccumulation if of_whole_batch else install.Accumulation
-    kind(model, cut, weight).install()
+    kind(model, cut, weight, memory_limit).install()
     return model
 
 
@@ -134,12 +152,19 @@ def settings_of(model: Any) -> Optional[Dict[str, Any]]:
     if accumulation is None:
         return None
     cut = accumulation.cut
+    size: Any = cut.size
+    tokens: Any = cut.tokens
+    if cut.chosen is not None and cut.chosen.in_tokens:
+        tokens = batch_checks.AUTO
+    elif cut.chosen is not None:
+        size = batch_checks.AUTO
     settings = {
-        "micro_batch_size": cut.size,
-        "micro_batch_tokens": cut.tokens,
+        "micro_batch_size": size,
+        "micro_batch_tokens": tokens,
         "sequence_axis": cut.axis,
         "lengths": cut.lengths,
         "micro_batch_weight": accumulation.micro_batch_weight,
+        "memory_limit": None if accumulation.auto is None else accumulation.auto.memory_limit,
         "whole_batch_loss": True if isinstance(accumulation, WholeBatchAccumulation) else None,
     }
     return {name: value for name, value in settings.items() if value is not None}

@@ -1,6 +1,6 @@
 """value_and_gradients: the loss and the gradients of a whole batch, for loops of your own."""
 
-from typing import Any, Callable, List, Optional, Tuple
+from typing import Any, Callable, List, Optional, Tuple, Union
 
 import tensorflow as tf
 
@@ -9,13 +9,15 @@ from macrobatch._batches import checks as batch_checks
 from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
 from macrobatch._gradients import functions
+from macrobatch._gradients.auto import auto_size
 from macrobatch._gradients.whole_batch import WholeBatch
 from macrobatch._keras import stateless
 from macrobatch._keras.scope import Written
 from macrobatch._keras.sequences import low_precision
 from macrobatch._meeting import OfForward, OfLossFn
 from macrobatch._own_steps import patches
-from macrobatch._tensorflow import checks, graph, replicas, sums, trial
+from macrobatch._sizes import limit as limits
+from macrobatch._tensorflow import checks, graph, replicas, size_checks, sums, trial
 from macrobatch._tensorflow import loss_fn as loss_fns
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.loop import Loop
@@ -29,12 +31,13 @@ def value_and_gradients(
     variables: Any,
     batch: Any,
     *,
-    micro_batch_size: Optional[int] = None,
-    micro_batch_tokens: Optional[int] = None,
+    micro_batch_size: Union[int, str, None] = None,
+    micro_batch_tokens: Union[int, str, None] = None,
     sequence_axis: Optional[int] = None,
     lengths: Optional[Callable[[Any], Any]] = None,
     has_aux: bool = False,
     forward: Optional[Callable[[Any], Any]] = None,
+    memory_limit: Union[int, float, str, None] = None,
 ) -> Tuple[Any, Any]:
     """The loss of a whole batch and its gradients, in the memory of a micro-batch.
 
@@ -77,10 +80,13 @@ def value_and_gradients(
         variables: a nest of variables.
         batch: a nest of tensors with the examples first. Ragged and sparse tensors may be in it.
         micro_batch_size: the number of examples in memory at one time. The batch need not be a
-            multiple of it.
+            multiple of it. "auto", the default, takes the largest that fits. If a batch runs out of
+            memory, it is run again with a smaller size. A `tf.function` cannot do that: the error
+            goes to its caller, nothing has been written, and the next call has half the size, so
+            call it again with the same batch.
         micro_batch_tokens: instead of `micro_batch_size`, the most that the number of examples
             times the longest of them may be: few long examples, many short ones, and at least one.
-            Needs `sequence_axis`.
+            Needs `sequence_axis`. "auto" finds it, as for `micro_batch_size`.
         sequence_axis: the axis along which sequences are padded, 1 for tokens of shape (examples,
             positions). A micro-batch then has examples of similar length, and all tensors that are
             as wide as the sequences are cut to the longest: the same result, for less work. An
@@ -100,6 +106,9 @@ def value_and_gradients(
             `aux` comes back as it is. On replicas, outputs and batch are those of all of them.
             Random numbers must be drawn from seeds, as layers and `keras.random` do: `forward`
             must come to the same both times, or is refused.
+        memory_limit: with "auto", how much memory the process may take: "6GiB", bytes, or a
+            fraction of what is there. With it, and on a CPU, sizes grow from call to call, outside
+            of a `tf.function`. Inside, the size is what such calls have found.
 
     Returns:
         `(loss, gradients)`, or `((loss, aux), gradients)`. The gradients have the structure of
@@ -137,11 +146,36 @@ def value_and_gradients(
             micro_batch_size, micro_batch_tokens, sequence_axis, lengths, of=["batch"]
         )
     )
+    sizes: Any = (cut.size, cut.tokens)
+    limits.parsed(memory_limit)
+    if batch_checks.AUTO not in sizes:
+        size_checks.no_limit_with_size(memory_limit, cut.size or cut.tokens)
     status = _internals.autograph_status()
     loss_fns.checked(loss_fn, forward is not None)
     if forward is not None:
         loss_fns.checked_forward(forward)
-    return _value_and_gradients(loss_fn, variables, batch, cut, has_aux, forward, status)
+    arguments = (loss_fn, variables, batch, cut, has_aux, forward, status)
+    if batch_checks.AUTO in sizes:
+        return _with_auto_size(arguments, sizes[1] == batch_checks.AUTO, memory_limit)
+    return _value_and_gradients(*arguments)
+
+
+@tf.autograph.experimental.do_not_convert
+def _with_auto_size(arguments: Any, in_tokens: bool, memory_limit: Any) -> Tuple[Any, Any]:
+    loss_fn, variables, batch, cut, has_aux, forward, status = arguments
+    batch, examples = in_order.checked(
+        graph.to_tensors(batch), ENGINE, may_be_empty=replicas.in_several()
+    )
+    cut = cut._replace(size=None, tokens=None)
+
+    def compute(cut: Cut) -> Tuple[Any, Any]:
+        return _value_and_gradients(loss_fn, variables, batch, cut, has_aux, forward, status)
+
+    function = loss_fn if forward is None else forward
+    trained = tf.nest.flatten(variables)
+    sizes = auto_size(function, trained, in_tokens, cut.axis, memory_limit)
+    found: Tuple[Any, Any] = sizes.run(compute, cut, batch, examples)
+    return found
 
 
 # Only `loss_fn` may need to be converted; this code does not, and it takes a while.

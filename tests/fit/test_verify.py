@@ -334,11 +334,17 @@ def test_a_model_of_a_strategy_is_compared_on_one_device():
     assert "on one device" in report.notes[0]
 
 
+def test_a_size_that_would_be_found_is_a_quarter_of_the_batch():
+    report = macrobatch.verify(macrobatch.accumulate(mlp()), X, Y)
+    assert report.exact is True
+    assert report.settings["micro_batch_size"] == -(-len(X) // 4)
+
+
 def test_what_cannot_be_verified():
     with pytest.raises(ValueError, match="must be compiled"):
         verified(keras.Sequential([layers.Dense(1)]), (X, Y))
-    with pytest.raises(ValueError, match="Exactly one of micro_batch_size"):
-        macrobatch.verify(mlp(), X, Y)
+    with pytest.raises(ValueError, match="Only one of micro_batch_size"):
+        macrobatch.verify(mlp(), X, Y, micro_batch_size=2, micro_batch_tokens=2)
     with pytest.raises(ValueError, match="Build it first"):
         verified(compiled(models.NotCopied(ops.tanh)), (X, Y))
     with pytest.raises(ValueError, match="Keras 3 model"):

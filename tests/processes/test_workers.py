@@ -27,7 +27,9 @@ def environment():
     """That of a process which has the package as it is tested here."""
     source = os.path.dirname(os.path.dirname(macrobatch.__file__))
     inherited = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    return {**inherited, "PYTHONPATH": os.pathsep.join([source, HERE])}
+    # Where memory is limited, each thread's own heap would take 64 MiB of address space.
+    settings = {"MALLOC_ARENA_MAX": "1", "PYTHONPATH": os.pathsep.join([source, HERE])}
+    return {**inherited, **settings}
 
 
 def run_workers(script, *arguments, devices):

@@ -16,6 +16,7 @@ import sys
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
 import keras
+import memory_cases
 import numpy as np
 import tensorflow as tf
 from keras import layers
@@ -407,6 +408,25 @@ def a_backup_that_one_worker_cannot_read(strategy):
     model, history = fit(own, 4)
     assert history.epoch == [2, 3], history.epoch
     return arrays(model)
+
+
+@case
+def a_worker_that_runs_out_alone(strategy):
+    """The last worker has too little memory (RLIMIT_AS), the others have enough."""
+    x, y = memory_cases.examples(1000)
+
+    def build():
+        return memory_cases.layers_of()
+
+    is_last = strategy is not None and strategy.cluster_resolver.task_id == WORKERS - 1
+    model = model_of(strategy, build, "auto", optimizer=lambda: keras.optimizers.Adam(0.01))
+    with memory_cases.limited(400) if is_last else contextlib.nullcontext():
+        options = {"batch_size": 1000, "epochs": 2, "shuffle": False, "verbose": 0}
+        history = model.fit(x, y, **options).history
+    if strategy is not None:
+        sizes = history.pop("micro_batch_size")
+        assert max(sizes) < 500, sizes
+    return arrays(model), history
 
 
 @record

@@ -33,9 +33,10 @@ MAY_IMPORT = {
         "_meeting",
         "_own_steps",
         "_workers",
+        "_sizes",
     },
     "_gradient_accumulator": {*SHARED, "_tensorflow"},
-    "_gradients": {*SHARED, "_tensorflow", "_batches", "_keras", "_meeting"},
+    "_gradients": {*SHARED, "_tensorflow", "_batches", "_keras", "_meeting", "_sizes"},
     "_value_and_gradients": {
         *SHARED,
         "_tensorflow",
@@ -44,8 +45,9 @@ MAY_IMPORT = {
         "_gradients",
         "_meeting",
         "_own_steps",
+        "_sizes",
     },
-    "_accumulate": {*SHARED, "_tensorflow", "_batches", "_keras", "_fit"},
+    "_accumulate": {*SHARED, "_tensorflow", "_batches", "_keras", "_fit", "_sizes"},
     "_no_trace": {*SHARED, "_tensorflow", "_batches", "_keras", "_fit"},
     "_verify": {
         *SHARED,

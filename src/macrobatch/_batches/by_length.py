@@ -46,8 +46,8 @@ class ByLength(MicroBatches):
         sequences: Sequences,
         lengths: Tensor,
         engine: BatchEngine,
-        size: Optional[int],
-        tokens: Optional[int] = None,
+        size: Optional[Size],
+        tokens: Optional[Size] = None,
         lengths_are_given: bool = False,
         few_shapes: bool = False,
     ):
@@ -121,7 +121,7 @@ class ByLength(MicroBatches):
         examples, size = self.examples, self._size
         if size is not None and not self._few_shapes:
             starts = ops.arange(0, examples, size, dtype="int32")
-            is_known = isinstance(examples, int)
+            is_known = isinstance(examples, int) and isinstance(size, int)
             return starts, -(-examples // size) if is_known else ops.shape(starts)[0]
         total = ops.cast(examples, "int32")
 

@@ -12,6 +12,7 @@ from macrobatch._checks import shown
 from macrobatch._types import Batch, MicroBatches, Tensor
 
 _LENGTHS = "lengths= must be a function that returns the length of each example, as integers."
+AUTO = "auto"  # a size that is found while training
 ONE_PER_EXAMPLE = f"{_LENGTHS} Received: another number of lengths than there are examples."
 
 
@@ -21,26 +22,32 @@ def sizes(
     sequence_axis: Any,
     lengths: Any,
     of: Sequence[str],
-) -> "tuple[Optional[int], Optional[int], Optional[int], Any]":
-    """Returns how to cut, if exactly one size is given and the rest goes with it.
+) -> "tuple[Any, Any, Optional[int], Any]":
+    """Returns how to cut, if not more than one size is given and the rest goes with it.
 
-    `of` are the names of the arguments that `lengths` is called with.
+    A size may be "auto", which the number of examples is too if nothing is given. `of` are the
+    names of the arguments that `lengths` is called with.
     """
     received = (
         f"Received: micro_batch_size={micro_batch_size!r}, "
         f"micro_batch_tokens={micro_batch_tokens!r}, sequence_axis={sequence_axis!r}."
     )
-    if (micro_batch_size is None) == (micro_batch_tokens is None):
+    if micro_batch_size is not None and micro_batch_tokens is not None:
         raise ValueError(
-            "Exactly one of micro_batch_size (examples in memory at one time) and "
-            f"micro_batch_tokens (examples times the longest of them) must be given. {received}"
+            "Only one of micro_batch_size (examples in memory at one time) and "
+            f"micro_batch_tokens (examples times the longest of them) can be given. {received}"
         )
-    if micro_batch_size is not None:
+    if micro_batch_size is None and micro_batch_tokens is None:
+        micro_batch_size = AUTO
+    if micro_batch_tokens is None:
         micro_batch_size = _micro_batch_size(micro_batch_size)
-    elif not _is_integer(micro_batch_tokens) or micro_batch_tokens < 1:
+    elif not _is_auto(micro_batch_tokens) and not (
+        _is_integer(micro_batch_tokens) and micro_batch_tokens >= 1
+    ):
         raise ValueError(
             "micro_batch_tokens must be a positive integer: what the number of examples times the "
-            f"longest of them may be in a micro-batch, 4096 for instance. {received}"
+            'longest of them may be in a micro-batch, 4096 for instance. Or "auto", for what '
+            f"is fastest. {received}"
         )
     if sequence_axis is not None and (not _is_integer(sequence_axis) or sequence_axis < 1):
         raise ValueError(
@@ -60,8 +67,15 @@ def sizes(
             f"example. Received: lengths={shown(lengths)}, which "
             f"{'takes other arguments' if callable(lengths) else 'is no function'}."
         )
-    as_int = [None if v is None else int(v) for v in (micro_batch_tokens, sequence_axis)]
-    return (micro_batch_size, *as_int, lengths)
+    tokens, axis = (
+        value if value is None or _is_auto(value) else int(value)
+        for value in (micro_batch_tokens, sequence_axis)
+    )
+    return micro_batch_size, tokens, axis, lengths
+
+
+def _is_auto(value: Any) -> bool:
+    return isinstance(value, str) and value == AUTO
 
 
 def _is_integer(value: Any) -> bool:
@@ -162,13 +176,15 @@ def cannot_be_shorter(axis: Any, error: Exception) -> str:
     )
 
 
-def _micro_batch_size(value: Any) -> int:
-    """Returns `value` as an int, if it is a positive whole number."""
+def _micro_batch_size(value: Any) -> Any:
+    """Returns `value` as an int, if it is a positive whole number; or "auto"."""
+    if _is_auto(value):
+        return value
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
         raise ValueError(
             "micro_batch_size must be a positive integer: the number of examples whose "
-            "activations are in memory at one time, 8 for instance. "
-            f"Received: micro_batch_size={value!r} (of type {type(value).__name__})."
+            'activations are in memory at one time, 8 for instance. Or "auto", for what is '
+            f"fastest. Received: micro_batch_size={value!r} (of type {type(value).__name__})."
         )
     return int(value)
 

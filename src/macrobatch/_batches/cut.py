@@ -1,6 +1,6 @@
 """How batches are to be cut: what the user has asked for, and the micro-batches that come of it."""
 
-from typing import Any, Callable, NamedTuple, Optional, Sequence
+from typing import Any, Callable, NamedTuple, Optional, Protocol, Sequence
 
 from macrobatch._batches import checks
 from macrobatch._batches.by_length import ByLength, given_lengths
@@ -9,20 +9,35 @@ from macrobatch._batches.sequences import Memory, Sequences
 from macrobatch._types import Batch, BatchEngine, MicroBatches, Size, Tensor
 
 
+class Chosen(Protocol):
+    """A size of micro-batches that is not given, but found while training.
+
+    Attributes:
+        in_tokens: whether it is examples times the longest of them, and not examples.
+    """
+
+    in_tokens: bool
+
+    def now(self) -> Size:
+        """The size of now: of a graph that can run with any size, a tensor."""
+
+
 class Cut(NamedTuple):
-    """How batches are to be cut. One of `size` and `tokens` is given.
+    """How batches are to be cut. One of `size`, `tokens` and `chosen` is given.
 
     Attributes:
         size: examples in a micro-batch.
         tokens: what examples times longest may be in a micro-batch.
         axis: along which sequences lie, if micro-batches are made by length.
         lengths: a function that gives the lengths of examples, in place of what they contain.
+        chosen: what says the size, or the tokens, if the user does not.
     """
 
     size: Optional[int]
     tokens: Optional[int] = None
     axis: Optional[int] = None
     lengths: Optional[Callable[..., Any]] = None
+    chosen: Optional[Chosen] = None
 
     def apply(
         self,
@@ -49,9 +64,14 @@ class Cut(NamedTuple):
             few_shapes: whether there may be few different shapes only.
             memory: what earlier batches have shown.
         """
+        size: Optional[Size] = self.size
+        tokens: Optional[Size] = self.tokens
+        if self.chosen is not None:
+            now = self.chosen.now()
+            size, tokens = (None, now) if self.chosen.in_tokens else (now, None)
         if self.axis is None:
-            assert self.size is not None
-            return InOrder(batch, examples, self.size, engine)
+            assert size is not None
+            return InOrder(batch, examples, size, engine)
         checks.outside_of_xla(engine.has_static_sizes())
         sequences = Sequences(self.axis, batch, x, weights, fixed, engine, memory or Memory())
         if self.lengths is None:
@@ -64,8 +84,8 @@ class Cut(NamedTuple):
             sequences,
             lengths,
             engine,
-            size=self.size,
-            tokens=self.tokens,
+            size=size,
+            tokens=tokens,
             lengths_are_given=self.lengths is not None,
             few_shapes=few_shapes,
         )

@@ -24,8 +24,11 @@ def checked(batch: Batch, engine: BatchEngine, may_be_empty: bool = False) -> Tu
     )
 
 
-def runs_of(examples: Size, micro_batch_size: int, static: bool) -> List[Run]:
+def runs_of(examples: Size, micro_batch_size: Size, static: bool) -> List[Run]:
     """How a batch is cut: one run, or full micro-batches and a tail where sizes must be static."""
+    if not isinstance(micro_batch_size, int):
+        size = smaller(micro_batch_size, larger(examples, 1))
+        return [Run(0, size, (examples + size - 1) // size, static=False)]
     if isinstance(examples, int) and examples == 0:
         return [Run(0, micro_batch_size, 0, static=False)]
     if isinstance(examples, int):
@@ -49,7 +52,7 @@ def runs_of(examples: Size, micro_batch_size: int, static: bool) -> List[Run]:
 class InOrder(MicroBatches):
     """A batch that is cut into micro-batches of one size, in the order of the batch."""
 
-    def __init__(self, batch: Batch, examples: Size, size: int, engine: BatchEngine):
+    def __init__(self, batch: Batch, examples: Size, size: Size, engine: BatchEngine):
         self.whole = self.batch = batch
         self.examples, self._engine = examples, engine
         self.runs = runs_of(examples, size, engine.has_static_sizes())

@@ -26,6 +26,7 @@ class OneByOne:
         steps: int,
         is_eager: bool,
         attempt: Attempt,
+        variant: Callable[[], Any] = lambda: None,
     ):
         """Prepares a function.
 
@@ -34,17 +35,23 @@ class OneByOne:
             steps: of how many batches Keras wants to hear at a time: `steps_per_execution`.
             is_eager: whether steps run outside of graphs.
             attempt: runs a step on a batch, again if need be.
+            variant: gives what graphs are made for, beside the types of batches.
         """
         self._function, self._steps, self._attempt = function, steps, attempt
-        self._is_eager = is_eager
+        self._is_eager, self._variant = is_eager, variant
+        self._next = tf.function(lambda iterator: iterator.get_next(), autograph=False)
         self._graphs: Dict[Any, Callable[[Batch], Logs]] = {}
 
     def __call__(self, iterator: Any) -> Logs:
         """Runs the next batches. Raises StopIteration if there is none."""
-        run, logs = self._runner(iterator), None
+        logs = None
+
+        def run(batch: Batch) -> Logs:
+            return self._runner(iterator)(batch)
+
         for _ in range(self._steps):
             try:
-                batch = next(iterator)
+                batch = self._taken(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
                 break
             logs = self._attempt(run, batch)
@@ -52,13 +59,19 @@ class OneByOne:
             raise StopIteration
         return logs
 
+    def _taken(self, iterator: Any) -> Batch:
+        """The next batch, which workers ask each other for: outside of graphs, with new threads."""
+        if self._is_eager or not isinstance(iterator, tf.distribute.DistributedIterator):
+            return next(iterator)
+        return self._next(iterator)
+
     def _runner(self, iterator: Any) -> Callable[[Batch], Logs]:
         kinds = (tf.data.Iterator, tf.distribute.DistributedIterator)
         if self._is_eager or not isinstance(iterator, kinds):
             return self._run
         # Batches have sizes of their own, and would be traced one by one.
         spec = iterator.element_spec
-        key = tuple(tf.nest.flatten(spec, expand_composites=True))
+        key = (self._variant(), *tf.nest.flatten(spec, expand_composites=True))
         if key not in self._graphs:
             traced = tf.function(self._run, input_signature=[spec], autograph=False)
             self._graphs[key] = traced

@@ -10,6 +10,8 @@ import tensorflow as tf
 from macrobatch import _checks, _internals
 from macrobatch._batches.cut import Cut
 from macrobatch._fit import build, checks, own
+from macrobatch._fit.attempts import OneByOne
+from macrobatch._fit.auto import Auto
 from macrobatch._fit.meeting import Meeting
 from macrobatch._fit.steps import Steps
 from macrobatch._keras import model as models
@@ -31,8 +33,15 @@ class Accumulation(Steps):
 
     tries_losses = True
 
-    def __init__(self, model: Any, cut: Cut, micro_batch_weight: Optional[Callable[..., Any]]):
+    def __init__(
+        self,
+        model: Any,
+        cut: Cut,
+        micro_batch_weight: Optional[Callable[..., Any]],
+        memory_limit: Any = None,
+    ):
         super().__init__(model, cut, micro_batch_weight)
+        self.auto = None if cut.chosen is None else Auto(self, memory_limit)
         self.looks = False
         self._own = own.own_steps(model, cut, micro_batch_weight)
         self._replaced: Dict[str, Any] = {}
@@ -53,7 +62,7 @@ class Accumulation(Steps):
             methods["train_step"] = self.own_train_step
         own_test = "test_step" in self._own
         methods["test_step"] = self.own_test_step if own_test else self.test_step
-        if isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        if self._has_workers() or self.auto is not None:
             methods["fit"] = self.fit
         for name, method in methods.items():
             if name in vars(self.model):
@@ -95,15 +104,22 @@ class Accumulation(Steps):
         return replicas.for_reduction(step(data) if step.can_be_cut(data) else step.whole(data))
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """As Keras', on one of the workers of a cluster."""
+        """As Keras', on one of the workers of a cluster, or with sizes that are looked for."""
         fit = type(self.model).fit
         call = inspect.signature(fit).bind(self.model, *args, **kwargs)
         call.apply_defaults()
+        own = call.arguments["callbacks"]
         if replicas.has_several_workers(self.strategy):
             worker_checks.shuffles_alike(call.arguments["x"], call.arguments["shuffle"])
-        own = callbacks.callbacks_of(self.strategy, call.arguments["callbacks"])
+        if self._has_workers():
+            own = callbacks.callbacks_of(self.strategy, own)
+        if self.auto is not None:
+            own = self.auto.callbacks(own)
         call.arguments["callbacks"] = own
         return fit(*call.args, **call.kwargs)
+
+    def _has_workers(self) -> bool:
+        return isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy)
 
     def build_before_tracing(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Makes all variables. In replicas, and in a trace, it would be too late."""
@@ -161,6 +177,8 @@ class Accumulation(Steps):
             self._look_at_own_step()
             self.padding.done[True].assign(0)
             self.meeting.start()
+            if self.auto is not None:
+                self.auto.forget()
             with self._watching():
                 function = self._made("make_train_function", force)
             self.model.train_function = self._looking_at_first_batch(function)
@@ -224,15 +242,15 @@ class Accumulation(Steps):
 
         Keras compiles it as a whole, unless its steps are compiled.
         """
-        model = self.model
-        before = model.jit_compile
-        if self.compiles_steps():
-            model.jit_compile = False
-        try:
-            getattr(type(model), name)(model, force=force)
-        finally:
-            model.jit_compile = before
-        made = model.train_function if name == "make_train_function" else model.test_function
+        model, auto, training = self.model, self.auto, name == "make_train_function"
+        made = self._made_by_keras(name, force)
+        if auto is not None:
+            steps, is_eager = model.steps_per_execution, model.run_eagerly
+            if model.jit_compile and not self.compiles_steps():
+                made = auto.for_each_size(made, lambda: self._made_by_keras(name, True))
+            can_be_again = training or "test_step" not in self._own
+            attempt = auto.attempt(training) if can_be_again else auto.once
+            made = OneByOne(made, steps, is_eager, attempt, auto.variant)
 
         def function(iterator: Any) -> Any:
             with graph.refusals_as_value_errors():
@@ -245,6 +263,18 @@ class Accumulation(Steps):
                     raise explained from error
 
         return function
+
+    def _made_by_keras(self, name: str, force: bool) -> Callable[..., Any]:
+        model, kept = self.model, name.replace("make_", "")
+        before, compiles = getattr(model, kept), model.jit_compile
+        if self.compiles_steps():
+            model.jit_compile = False
+        try:
+            getattr(type(model), name)(model, force=force)
+            return getattr(model, kept)
+        finally:
+            model.jit_compile = compiles
+            setattr(model, kept, before)
 
     def _shared_out(self, iterator: Any) -> Any:
         """The batches. Those of `train_on_batch` each replica would get whole."""

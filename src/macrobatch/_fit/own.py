@@ -14,7 +14,7 @@ from macrobatch._own_steps import tracing
 from macrobatch._own_steps.plan import Plan
 from macrobatch._own_steps.step import BatchStep
 from macrobatch._own_steps.trial import TriedStep
-from macrobatch._tensorflow import graph, replicas
+from macrobatch._tensorflow import graph, replicas, size_checks
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._types import Batch, Logs, Size
 
@@ -120,6 +120,11 @@ def check(model: Any, cut: Cut, of_whole_batch: bool) -> None:
         strategy = _internals.strategy_of(model)
         step_checks.one_device(1 if strategy is None else strategy.num_replicas_in_sync)
         step_checks.no_lengths(cut.axis)
+        if cut.chosen is not None:
+            raise size_checks.not_with(
+                "a train_step of the model's own, which may write before all gradients are there, "
+                "so that a batch could not be run again"
+            )
 
 
 def own_steps(model: Any, cut: Cut, weight: Any = None) -> Dict[str, OwnStep]:

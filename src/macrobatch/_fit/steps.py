@@ -2,7 +2,8 @@
 the loop is in _tensorflow, the loss and the metrics are in _keras.
 """
 
-from typing import Any, Callable, Dict, List, Optional, Tuple
+import contextlib
+from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 
 import keras
 import tensorflow as tf
@@ -32,6 +33,9 @@ class Steps:
         strategy: in whose scope the model was made, or None.
         padding: what is known of padding, in testing and in training.
         first_batch: the number of examples in the first batch of a fit.
+        begun: how many batches have begun to write, where a batch may be run again.
+        is_rehearsal: whether steps are traced, or run, up to where they would write.
+        shows_size: whether the size of micro-batches shows in the update; None if not yet known.
     """
 
     def __init__(self, model: Any, cut: Cut, micro_batch_weight: Optional[Callable[..., Any]]):
@@ -44,6 +48,11 @@ class Steps:
         self.first_batch = replicas.variable(
             self.strategy, [], tf.int32, "first_batch", summed=False
         )
+        self.begun: Any = None
+        if cut.chosen is not None:
+            self.begun = replicas.variable(self.strategy, [], tf.int64, "begun", summed=False)
+        self.is_rehearsal = False
+        self.shows_size: Optional[bool] = None
         self.is_new = True  # whether nothing has been built for what is compiled
         self._has_run = False
         # In eager mode on replicas, the latest part of each kind of batch, and its step.
@@ -82,7 +91,9 @@ class Steps:
         logs, guesses = part.latest
         gradients = self._gradients(part, guesses, model)
         gradients = [sums.merge_rows(sums.add(*pair)) for pair in zip(gradients, penalties)]
-        with after((gradients, part)):
+        if self.is_rehearsal:
+            return self._rehearsed((gradients, part))
+        with self._writing((gradients, part)):
             logs = self._finish(model, part, penalty, logs, micro_batches.examples)
             self._remember(whole.examples)
             self._update(model.trained, gradients)
@@ -99,9 +110,29 @@ class Steps:
 
         penalty = model.regularization()
         part = self._run(step, model, micro_batches)
-        with after(part):
+        with self._writing(part):
             logs = self._finish(model, part, penalty, part.latest, micro_batches.examples)
         return replicas.for_reduction(logs)
+
+    def rehearse(self, data: Any) -> Any:
+        """What a train step does with a batch, up to where it would write. Outside of replicas."""
+        self.is_rehearsal = True
+        try:
+            return self.train_step(data)
+        finally:
+            self.is_rehearsal = False
+
+    def _rehearsed(self, values: Any) -> Logs:
+        with after(values):
+            return {"done": tf.constant(True)}
+
+    @contextlib.contextmanager
+    def _writing(self, values: Any) -> Iterator[None]:
+        """A context that begins to write once all values are there. Nothing fails before it."""
+        with after(values):
+            begun = [] if self.begun is None else [self.begun.assign_add(1)]
+            with tf.control_dependencies([] if tf.executing_eagerly() else begun):
+                yield
 
     def _prepare(self, data: Any, training: bool) -> Tuple[MicroBatches, Whole]:
         """This replica's micro-batches, and what is known of the whole batch."""
@@ -181,13 +212,16 @@ class Steps:
             names = [layer.name for layer in model.written.normalizing]
             meeting = [name for name in meeting if name in names]
         if meeting:
-            loop_checks.not_synchronized(self.cut.tokens, meeting)
+            loop_checks.not_synchronized(self.cut.tokens, self.cut.chosen, meeting)
         return meeting
 
     def _warn(self, model: Any, part: Part) -> None:
         written = keras_checks.written_by_layers(model.unexplained(part.written))
-        for message in [*model.inexact, *written]:
+        messages = [*model.inexact, *written]
+        for message in messages:
             _checks.warn_once(self.model, message)
+        if model.training:
+            self.shows_size = bool(messages) or model.written.drew or model.written.dropped
 
     def _gradients(self, part: Part, guesses: List[Tensor], model: ModelStep) -> List[Gradient]:
         """The gradients of the whole batch, or this replica's part of them."""

@@ -17,7 +17,6 @@ from macrobatch._keras.whole_batch import Found, WholeBatchStep
 from macrobatch._tensorflow import replicas, sums, trial, two_passes
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.gather import Gathered
-from macrobatch._tensorflow.parts import after
 from macrobatch._tensorflow.two_passes import Loss, TwoPasses
 from macrobatch._types import Batch, Forward, How, Logs, MicroBatches, Tensor, Whole
 
@@ -40,7 +39,9 @@ class WholeBatchSteps(Steps):
 
         found, gradients = passes.loss_and_gradients(scaled, gathered, weights)
         gradients = [sums.merge_rows(gradient) for gradient in gradients]
-        with after((gradients, passes.part, found)):
+        if self.is_rehearsal:
+            return self._rehearsed((gradients, passes.part, found))
+        with self._writing((gradients, passes.part, found)):
             model.write(passes.part.written, passes.part.moments, found.result)
             self._remember(whole.examples)
             self._update(model.trained, gradients)
@@ -52,7 +53,7 @@ class WholeBatchSteps(Steps):
         model = WholeBatchStep(self.model, False, ENGINE)
         passes = self._first_pass(model, micro_batches, whole)
         found: Found = passes.loss(*self._loss(model, micro_batches, passes)).result
-        with after((passes.part, found)):
+        with self._writing((passes.part, found)):
             model.write(passes.part.written, passes.part.moments, found)
         return replicas.for_reduction(found.logs)
 

@@ -15,7 +15,7 @@ class TensorFlow(BatchEngine):
         return replicas.count() if replicas.in_several() else 1
 
     def read(self, value: Any) -> Tensor:
-        return tf.convert_to_tensor(value)
+        return tf.convert_to_tensor(replicas.own_part(value))
 
     def sum_over_replicas(self, values: List[Tensor]) -> List[Tensor]:
         return replicas.sum_over_replicas(values)

@@ -119,8 +119,14 @@ def not_of_examples(name: str) -> str:
     )
 
 
-def not_synchronized(tokens: Any, synchronized: Sequence[str]) -> None:
+def not_synchronized(tokens: Any, chosen: Any, synchronized: Sequence[str]) -> None:
     """Raises where replicas would have different numbers of micro-batches, but meet in each."""
+    if chosen is not None:
+        raise ValueError(
+            "Layers in which replicas meet need a size that is known when the step is traced. "
+            f'Received: micro_batch_size="auto" and synchronized=True on {list(synchronized)}. '
+            "Pass a number, micro_batch_size=8 for instance, or set synchronized=False."
+        )
     if tokens is not None:
         raise ValueError(
             "Layers in which replicas meet need the same number of micro-batches on each. "

@@ -165,6 +165,21 @@ def first_part(strategy: Any, batch: Any) -> Any:
     )
 
 
+def parts_of_batch(strategy: Any, batch: Any) -> List[Any]:
+    """The parts of a batch that the replicas of this process have."""
+    if strategy is None:
+        return [batch]
+    parts = [
+        [leaf] if leaf is None else strategy.experimental_local_results(leaf)
+        for leaf in tf.nest.flatten(batch)
+    ]
+    count = max(map(len, parts))
+    return [
+        tf.nest.pack_sequence_as(batch, [of_leaf[i % len(of_leaf)] for of_leaf in parts])
+        for i in range(count)
+    ]
+
+
 def from_first_replica(values: List[Any]) -> List[Any]:
     """The values that the first replica has."""
     if not in_several() or not values:
@@ -246,6 +261,17 @@ def local(variable: Any) -> Any:
     if hasattr(variable, "get") and tf.distribute.has_strategy():  # TensorFlow 1.14
         variable = variable.get()
     return variable.read_value()
+
+
+def own_part(variable: Any) -> Any:
+    """A variable, or outside of replicas the part of one that this process has.
+
+    To read the sum of all parts, workers would wait for each other.
+    """
+    strategy: Any = getattr(variable, "distribute_strategy", None)
+    if in_replica() or not has_several_workers(strategy):
+        return variable
+    return strategy.experimental_local_results(variable)[0]
 
 
 def parts(strategy: Any, variable: Any) -> Sequence[Any]:

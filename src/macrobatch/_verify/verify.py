@@ -1,7 +1,7 @@
 """verify: is the accumulated update that of the whole batch, for this model and this batch?"""
 
 import math
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import keras
 import numpy as np
@@ -35,8 +35,8 @@ def verify(
     y: Any = None,
     sample_weight: Any = None,
     *,
-    micro_batch_size: Optional[int] = None,
-    micro_batch_tokens: Optional[int] = None,
+    micro_batch_size: Union[int, str, None] = None,
+    micro_batch_tokens: Union[int, str, None] = None,
     sequence_axis: Optional[int] = None,
     lengths: Optional[Callable[[Any, Any, Any], Any]] = None,
     micro_batch_weight: Optional[Callable[[Any, Any, Any], Any]] = None,
@@ -58,8 +58,8 @@ def verify(
             taken. A generator then has lost it.
         y: the targets.
         sample_weight: the sample weights, if there are any.
-        micro_batch_size: as in `accumulate`. Of an accumulated model, its own settings are taken if
-            no setting is given here.
+        micro_batch_size: as in `accumulate`; for "auto", the default, a quarter of the batch. Of
+            an accumulated model, its own settings are taken if no setting is given here.
         micro_batch_tokens: as in `accumulate`.
         sequence_axis: as in `accumulate`.
         lengths: as in `accumulate`.
@@ -108,6 +108,7 @@ def verify(
     )
     probes.probe()
     batch = first_batch(x, y, sample_weight)
+    settings = _with_number(settings, int(ENGINE.examples(batch)))
     try:
         with unchanged(model):
             return _Verification(model, batch, settings, updates).report()
@@ -117,6 +118,15 @@ def verify(
             f"batch of {int(ENGINE.examples(batch))} examples, which does not. Pass fewer of them, "
             "of several micro-batches."
         ) from error
+
+
+def _with_number(settings: Dict[str, Any], examples: int) -> Dict[str, Any]:
+    """The settings with a size, where it would be found while training: about a quarter."""
+    sizes = ("micro_batch_size", "micro_batch_tokens")
+    if any(settings.get(name, batch_checks.AUTO) != batch_checks.AUTO for name in sizes):
+        return settings
+    others = {k: v for k, v in settings.items() if k not in (*sizes, "memory_limit")}
+    return {"micro_batch_size": -(-examples // 4), **others}
 
 
 def _check(model: Any) -> None:

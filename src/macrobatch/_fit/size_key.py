@@ -1,0 +1,61 @@
+"""What a size of micro-batches was found for: a model, its batches, and where it runs."""
+
+import json
+import math
+import platform
+from typing import Any, Dict, List, Optional
+
+import keras
+import tensorflow as tf
+
+import macrobatch
+from macrobatch import _internals
+from macrobatch._types import Batch
+
+
+def key_of(
+    model: Any, part: Batch, whole: int, how: Dict[str, Any], limit: Optional[int]
+) -> Dict[str, Any]:
+    """All that a size depends on, as text and numbers.
+
+    Args:
+        model: the model.
+        part: a batch, or the part of a replica.
+        whole: the size that takes all of it at once.
+        how: what the user gave, and how the model runs.
+        limit: of memory in bytes, if it is watched.
+    """
+    leaves = [leaf for leaf in tf.nest.flatten(part) if leaf is not None]
+    return {
+        "model": [_layer(layer) for layer in _internals.layers_of(model)],
+        "weights": [[list(weight.shape), weight.dtype] for weight in model.weights],
+        "trainable": len(model.trainable_weights),
+        "optimizer": type(model.optimizer).__name__,
+        "batch": [[list(leaf.shape[1:]), tf.as_dtype(leaf.dtype).name] for leaf in leaves],
+        "whole": whole,
+        "how": {name: str(value) for name, value in how.items()},
+        "devices": _devices(),
+        # Others take more or less all the time: by a fifth at most in one step.
+        "memory": None if limit is None else int(4 * math.log2(limit)),
+        "versions": [macrobatch.__version__, tf.__version__, keras.__version__],
+    }
+
+
+def _layer(layer: Any) -> List[Any]:
+    """A layer: its kind and its settings, without names, which count up in a process."""
+    kind, policy = type(layer).__name__, layer.dtype_policy.name
+    if len(_internals.layers_of(layer)) > 1:  # its parts are in the list
+        return [kind, policy]
+    try:
+        settings = {k: v for k, v in layer.get_config().items() if k not in ("name", "dtype")}
+        text = json.dumps(settings, sort_keys=True, default=lambda value: type(value).__name__)
+    except Exception:  # A layer of the user's need not say how it was made.
+        text = ""
+    return [kind, policy, text]
+
+
+def _devices() -> List[str]:
+    gpus = tf.config.list_physical_devices("GPU")
+    details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
+    names = [str(each.get("device_name")) for each in details]
+    return names or [platform.machine(), platform.processor()]

@@ -1,0 +1,29 @@
+"""The size of micro-batches in the logs of each epoch."""
+
+from typing import Any, Callable, Dict, Optional
+
+import keras
+
+
+class SizeLogged(keras.callbacks.Callback):
+    """Logs a size at the end of each epoch, before other callbacks see the logs."""
+
+    def __init__(self, name: str, size: Callable[[], Optional[int]]):
+        super().__init__()
+        self._name, self._size = name, size
+
+    def on_epoch_end(self, epoch: int, logs: Optional[Dict[str, Any]] = None) -> None:
+        """As Keras' own callbacks log a learning rate."""
+        size = self._size()
+        if logs is not None and size is not None:
+            logs[self._name] = size
+
+
+def with_size(callbacks: Any, model: Any, own: SizeLogged) -> Any:
+    """The callbacks of a fit, and before them one that logs sizes."""
+    if isinstance(callbacks, keras.callbacks.CallbackList):
+        own.set_model(model)
+        others = [each for each in callbacks.callbacks if not isinstance(each, SizeLogged)]
+        callbacks.callbacks[:] = [own, *others]
+        return callbacks
+    return [own, *keras.tree.flatten([] if callbacks is None else callbacks)]

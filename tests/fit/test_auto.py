@@ -1,0 +1,450 @@
+"""micro_batch_size="auto": sizes that are found while training, and batches that are run again.
+
+Memory runs out where a layer says so. tests/processes/test_memory.py has real limits.
+"""
+
+import logging
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from support import assert_same, thorough
+
+import macrobatch
+from macrobatch._fit import auto as autos
+from macrobatch._sizes import limit, watch
+
+x = np.random.RandomState(0).randn(60, 4)
+y = np.random.RandomState(1).randn(60, 1)
+tokens = np.random.RandomState(2).randint(1, 9, [60, 12])
+tokens[:, 3:] *= np.arange(9)[None] < np.random.RandomState(3).randint(0, 10, 60)[:, None]
+
+
+class Room(keras.layers.Layer):
+    """Runs out of memory where a micro-batch has more than some number of elements."""
+
+    most = 10**9
+    largest = 0  # that ran
+    supports_masking = True
+
+    def call(self, inputs):
+        def check(size):
+            if size > Room.most:
+                raise MemoryError(f"no room for {size}")  # ResourceExhaustedError in a graph
+            Room.largest = max(Room.largest, int(size))
+            return size
+
+        size = tf.size(inputs)
+        if tf.executing_eagerly():
+            check(size)
+            return inputs
+        with tf.control_dependencies([tf.py_function(check, [size], tf.int32)]):
+            return tf.identity(inputs)
+
+
+@pytest.fixture(autouse=True)
+def an_error(monkeypatch):
+    """Running out of memory is an error, as on a GPU."""
+    monkeypatch.setattr(limit, "running_out_is_an_error", lambda on_gpu: True)
+    monkeypatch.setattr(Room, "most", 10**9)
+    monkeypatch.setattr(Room, "largest", 0)
+
+
+def narrow(monkeypatch, most):
+    monkeypatch.setattr(Room, "most", most)
+    monkeypatch.setattr(Room, "largest", 0)
+
+
+def dense(*more):
+    keras.utils.set_random_seed(1)
+    layers = [keras.Input([4]), Room(), keras.layers.Dense(5, "tanh"), *more]
+    return keras.Sequential([*layers, keras.layers.Dense(1)])
+
+
+def compiled(model, **options):
+    model.compile(**{"optimizer": keras.optimizers.Adam(0.05), "loss": "mse", **options})
+    return model
+
+
+def fitted(model, *data, **options):
+    keras.utils.set_random_seed(5)
+    options = {"batch_size": 24, "epochs": 3, "shuffle": False, "verbose": 0, **options}
+    return model.fit(*(data or (x, y)), **options).history
+
+
+def plain(build=dense, *data, **options):
+    model = compiled(build(), **options)
+    fitted(model, *data)
+    return model
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"run_eagerly": True},
+        {"steps_per_execution": 2},
+        pytest.param({"metrics": ["mae"], "loss": "mae"}, marks=thorough),
+    ],
+    ids=["graph", "eager", "steps_per_execution", "metrics"],
+)
+def test_a_batch_that_runs_out_is_run_again(options, monkeypatch, caplog):
+    expected = plain(**options)
+    narrow(monkeypatch, 4 * 5)
+    model = macrobatch.accumulate(compiled(dense(), **options))
+    history = fitted(model)
+    assert_same(expected, model)
+    assert set(history["micro_batch_size"]) <= {1, 2, 4}
+    (line,) = [r.message for r in caplog.records if "ran out" in r.message]
+    assert "micro_batch_size=24, 16, 8, and was run again with 4" in line
+    assert Room.largest == 16
+    assert int(model.optimizer.iterations) == 9
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_batches_that_come_once(monkeypatch):
+    def batches():
+        for start in range(0, 60, 24):
+            yield x[start : start + 24], y[start : start + 24]
+
+    expected = compiled(dense())
+    for batch in batches():  # At the end of a generator, plain fit() counts an update too many.
+        expected.train_on_batch(*batch)
+    narrow(monkeypatch, 4 * 5)
+    model = macrobatch.accumulate(compiled(dense()))
+    fitted(model, batches(), epochs=1, batch_size=None)
+    assert_same(expected, model)
+
+
+def test_train_on_batch_and_evaluate(monkeypatch):
+    expected = compiled(dense())
+    narrow(monkeypatch, 4 * 5)
+    model = macrobatch.accumulate(compiled(dense()))
+    before = model.evaluate(x, y, batch_size=24, verbose=0)
+    for _ in range(2):
+        loss = model.train_on_batch(x[:30], y[:30])
+    after = model.evaluate(x, y, batch_size=40, verbose=0)
+    monkeypatch.setattr(Room, "most", 10**9)
+    np.testing.assert_allclose(before, expected.evaluate(x, y, verbose=0), rtol=1e-10)
+    for _ in range(2):
+        of_expected = expected.train_on_batch(x[:30], y[:30])
+    np.testing.assert_allclose(loss, of_expected, rtol=1e-10)
+    assert_same(expected, model)
+    np.testing.assert_allclose(after, expected.evaluate(x, y, verbose=0), rtol=1e-10)
+
+
+def on_replicas():
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+
+
+@pytest.mark.parametrize("is_watched", [False, pytest.param(True, marks=thorough)])
+def test_replicas_have_one_size(is_watched, monkeypatch):
+    # Parts of 12, and of 6 in the last batch.
+    expected = plain()
+    narrow(monkeypatch, 4 * 5)
+    with on_replicas().scope():
+        model = compiled(dense())
+    limits = {}
+    if is_watched:
+        monkeypatch.setattr(watch, "ProcessCounter", Count)
+        monkeypatch.setattr(autos.Rehearsal, "of_update", lambda self: 0)
+        limits = {"memory_limit": int((2**20 + 4 * 4 * 5) / 0.95)}
+    history = fitted(macrobatch.accumulate(model, **limits))
+    assert_same(expected, model)
+    assert max(history["micro_batch_size"]) <= 4
+
+
+@pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
+def test_synchronized_layers_need_a_number():
+    with on_replicas().scope():
+        model = compiled(dense(keras.layers.BatchNormalization(synchronized=True)))
+    with pytest.raises(ValueError, match='micro_batch_size="auto" and synchronized=True'):
+        fitted(macrobatch.accumulate(model))
+
+
+def embedded():
+    keras.utils.set_random_seed(1)
+    inputs = keras.Input([None], dtype="int32")
+    outputs = keras.layers.Embedding(9, 3, mask_zero=True)(inputs)
+    outputs = keras.layers.Dense(1)(Room()(outputs))
+    return keras.Model(inputs, outputs)
+
+
+@pytest.mark.parametrize(
+    "unit", [pytest.param("micro_batch_size", marks=thorough), "micro_batch_tokens"]
+)
+def test_sequences(unit, monkeypatch):
+    labels = np.random.RandomState(4).randn(60, 12, 1)
+    options = {"optimizer": keras.optimizers.SGD(0.05)}
+    expected = compiled(embedded(), optimizer=keras.optimizers.SGD(0.05))
+    fitted(expected, tokens, labels)
+    narrow(monkeypatch, 3 * 12 * 5)
+    model = macrobatch.accumulate(
+        compiled(embedded(), **options), **{unit: "auto"}, sequence_axis=1
+    )
+    history = fitted(model, tokens, labels)
+    assert_same(expected, model)
+    assert all(1 <= size <= 64 for size in history[unit])
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_longer_batches_later_run_out_again(monkeypatch):
+    def generate():
+        for length in (3, 3, 12, 3):
+            yield tokens[:24, :length], np.ones([24, length, 1])
+
+    def batches():
+        types = tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None, None, 1], tf.float64)
+        return tf.data.Dataset.from_generator(generate, output_signature=types)
+
+    expected = compiled(embedded(), optimizer="sgd")
+    for batch in generate():
+        expected.train_on_batch(*batch)
+    narrow(monkeypatch, 3 * 3 * 24)
+    model = macrobatch.accumulate(compiled(embedded(), optimizer="sgd"))
+    history = fitted(model, batches(), epochs=1, batch_size=None)
+    assert_same(expected, model)
+    assert Room.largest <= 3 * 3 * 24
+    assert history["micro_batch_size"] <= [4]
+
+
+@thorough
+def test_whole_batch_loss(monkeypatch):
+    def compares(y_true, y_pred):
+        return keras.ops.mean(keras.ops.square(y_pred - keras.ops.mean(y_pred) - y_true))
+
+    expected = plain(loss=compares)
+    narrow(monkeypatch, 4 * 5)
+    model = macrobatch.accumulate(compiled(dense(), loss=compares), whole_batch_loss=True)
+    fitted(model)
+    assert_same(expected, model)
+    assert Room.largest == 16
+
+
+@thorough
+def test_compiled_steps_are_compiled_for_each_size(monkeypatch):
+    traced = []
+
+    class Traced(keras.layers.Layer):
+        def call(self, inputs):
+            traced.append(inputs.shape[0])
+            return inputs
+
+    def build():
+        keras.utils.set_random_seed(1)
+        layers = [keras.Input([4]), Traced(), keras.layers.Dense(1)]
+        return compiled(keras.Sequential(layers), jit_compile=True)
+
+    attempt = autos.Auto.attempt
+
+    def failing(self, training):
+        inner = attempt(self, training)
+
+        def run(run, batch):
+            def step(batch):
+                if self._chosen.current > 8:
+                    raise tf.errors.ResourceExhaustedError(None, None, "no room")
+                return run(batch)
+
+            return inner(step, batch)
+
+        return run
+
+    expected = build()
+    fitted(expected, x[:48], y[:48], epochs=8)
+    monkeypatch.setattr(autos.Auto, "attempt", failing)
+    model = macrobatch.accumulate(build())
+    history = fitted(model, x[:48], y[:48], epochs=8)
+    assert_same(expected, model)
+    assert set(history["micro_batch_size"]) <= {1, 2, 4, 8}
+    assert len(set(traced)) <= 5  # unknown, and the sizes
+
+
+def test_another_size_needs_no_other_trace():
+    traced = []
+
+    class Traced(keras.layers.Layer):
+        def call(self, inputs):
+            traced.append(1)
+            return inputs
+
+    model = macrobatch.accumulate(compiled(dense(Traced())))
+    model.fit(x, y, batch_size=60, epochs=1, verbose=0)
+    count = len(traced)
+    sizes = []
+    for _ in range(8):
+        sizes += model.fit(x, y, batch_size=60, epochs=1, verbose=0).history["micro_batch_size"]
+    assert len(set(sizes)) > 1
+    assert len(traced) == count
+
+
+def test_nothing_fits(monkeypatch):
+    monkeypatch.setattr(Room, "most", 3)
+    model = macrobatch.accumulate(compiled(dense()))
+    before = model.get_weights()
+    with pytest.raises(tf.errors.ResourceExhaustedError, match=r"(?s)RematScope.*no room for 4"):
+        fitted(model)
+    for old, new in zip(before, model.get_weights()):
+        np.testing.assert_array_equal(old, new)
+    assert int(model.optimizer.iterations) == 0
+
+
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_an_optimizer_that_runs_out_is_not_called_again(run_eagerly):
+    calls = []
+
+    class Large(keras.optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            super().update_step(gradient, variable, learning_rate)
+
+            def fail():
+                calls.append(1)
+                raise MemoryError("no room for slots")
+
+            if tf.executing_eagerly():
+                fail()
+            tf.py_function(fail, [], [])
+
+    model = compiled(dense(), optimizer=Large(), run_eagerly=run_eagerly)
+    macrobatch.accumulate(model)
+    with pytest.raises(tf.errors.ResourceExhaustedError, match="while the optimizer was writing"):
+        fitted(model)
+    assert len(calls) <= 4  # one for each weight, of one update
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [lambda: keras.layers.Dropout(0.5, seed=1), lambda: keras.layers.BatchNormalization()],
+    ids=["dropout", "norm"],
+)
+@pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
+def test_where_the_size_shows_it_is_only_shrunk(layer, monkeypatch):
+    narrow(monkeypatch, 4 * 9)
+    model = macrobatch.accumulate(compiled(dense(layer())))
+    sizes = fitted(model, epochs=4)["micro_batch_size"]
+    assert sizes == [8] * 4
+    again = macrobatch.accumulate(compiled(dense(layer())), micro_batch_size=8)
+    fitted(again, epochs=4)
+    for one, other in zip(model.weights, again.weights):
+        np.testing.assert_array_equal(one.numpy(), other.numpy())
+
+
+def test_another_error_is_none_of_our_business():
+    def fail(y_true, y_pred):
+        with tf.control_dependencies(
+            [tf.debugging.assert_none_equal(y_pred, y_pred, message="too much")]
+        ):
+            return tf.identity(y_pred)
+
+    model = macrobatch.accumulate(compiled(dense(), loss=fail))
+    with pytest.raises(tf.errors.InvalidArgumentError, match="too much"):
+        fitted(model)
+
+
+class Count:
+    """A counter of memory: 1000 bytes, and one for each element in the layer Room."""
+
+    can_reset = True
+
+    def reset(self):
+        Room.largest = 0
+
+    def read(self):
+        return 2**20 + 4 * Room.largest
+
+    def now(self):
+        return 2**20
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    monkeypatch.setattr(limit, "running_out_is_an_error", lambda on_gpu: False)
+    monkeypatch.setattr(watch, "ProcessCounter", Count)
+    monkeypatch.setattr(autos.Rehearsal, "of_update", lambda self: 0)
+
+
+@pytest.mark.parametrize("layers", [(), (keras.layers.BatchNormalization,)], ids=["exact", "norm"])
+@pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
+def test_memory_is_watched_where_running_out_is_no_error(layers, watched, monkeypatch):
+    expected = plain()
+    monkeypatch.setattr(Room, "largest", 0)
+    largest = 4 * 4 * 9  # bytes of 9 examples
+    most = int((2**20 + largest) / 0.95)
+    model = compiled(dense(*(layer() for layer in layers)))
+    macrobatch.accumulate(model, memory_limit=most)
+    history = fitted(model)
+    assert 1 <= max(history["micro_batch_size"]) <= 8
+    if layers:
+        assert set(history["micro_batch_size"]) == {8}
+    else:
+        assert_same(expected, model)
+
+
+def test_a_limit_in_which_nothing_fits(watched):
+    model = compiled(dense())
+    before = model.get_weights()
+    macrobatch.accumulate(model, memory_limit=2**20 + 10)
+    with pytest.raises(ValueError, match="memory_limit must be more"):
+        fitted(model)
+    np.testing.assert_array_equal(before[0], model.get_weights()[0])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"memory_limit": "6 apples"}, "Units are"),
+        ({"memory_limit": -1}, "memory_limit=-1"),
+        ({"micro_batch_size": 8, "memory_limit": "6GiB"}, "and a size, 8"),
+        ({"micro_batch_size": "all"}, 'Or "auto"'),
+        ({"micro_batch_tokens": "auto"}, "needs sequence_axis="),
+        ({"micro_batch_size": "auto", "micro_batch_tokens": "auto"}, "Only one of"),
+    ],
+)
+def test_refusals(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        macrobatch.accumulate(compiled(dense()), **arguments)
+
+
+def test_steps_of_the_models_own_need_a_number():
+    class Own(keras.Sequential):
+        def train_step(self, data):
+            return {}
+
+    with pytest.raises(ValueError, match="does not go with a train_step of the model's own"):
+        macrobatch.accumulate(Own([keras.Input([4]), keras.layers.Dense(1)]))
+
+
+def test_what_was_found_is_found_again(monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    monkeypatch.setenv("MACROBATCH_CACHE", "1")
+    narrow(monkeypatch, 4 * 5)
+
+    def build():  # With dropout it settles at once.
+        return compiled(dense(keras.layers.Dropout(0.5, seed=1)), run_eagerly=True)
+
+    fitted(macrobatch.accumulate(build()), epochs=1)
+    assert "ran out" in caplog.text
+    caplog.clear()
+    fitted(macrobatch.accumulate(build()), epochs=1)
+    assert "ran out" not in caplog.text
+    assert "found before" in caplog.text
+
+
+def test_history_with_callbacks_of_the_users_own(tmp_path):
+    path = str(tmp_path / "log.csv")
+    model = macrobatch.accumulate(compiled(dense()))
+    history = fitted(model, callbacks=keras.callbacks.CSVLogger(path), validation_data=(x, y))
+    assert len(history["micro_batch_size"]) == 3
+    assert {"loss", "val_loss", "micro_batch_size"} == set(history)
+    with open(path) as file:
+        assert "micro_batch_size" in file.readline()
+    callbacks = keras.callbacks.CallbackList([], add_history=True, model=model, epochs=1)
+    assert "micro_batch_size" in fitted(model, callbacks=callbacks, epochs=1)
+
+
+def test_release_takes_everything_back():
+    model = macrobatch.release(macrobatch.accumulate(compiled(dense())))
+    assert "fit" not in vars(model)
+    assert set(fitted(model)) == {"loss"}
+    assert logging.getLogger("macrobatch").level == logging.NOTSET

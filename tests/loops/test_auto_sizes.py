@@ -1,0 +1,176 @@
+"""value_and_gradients with a size that is found: the largest that fits."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import macrobatch
+from macrobatch._sizes import limit, watch
+
+x = np.random.RandomState(0).randn(40, 3)
+y = np.random.RandomState(1).randn(40, 1)
+
+
+class Room:
+    """A loss whose micro-batches must not be larger than some number of examples."""
+
+    def __init__(self, most):
+        self.most, self.sizes = most, []
+        self.weight = tf.Variable(tf.ones([3, 1], tf.float64))
+
+    def loss(self, batch):
+        def check(size):
+            self.sizes.append(int(size))
+            if size > self.most:
+                raise MemoryError("no room")  # ResourceExhaustedError in a graph
+            return size
+
+        size = tf.shape(batch[0])[0]
+        if tf.executing_eagerly():
+            check(size)
+            checked = []
+        else:
+            checked = [tf.py_function(check, [size], tf.int32)]
+        with tf.control_dependencies(checked):
+            return tf.reduce_sum((tf.tanh(batch[0] @ self.weight) - batch[1]) ** 2, 1)
+
+    def found(self, batch=(x, y), **options):
+        return macrobatch.value_and_gradients(self.loss, [self.weight], batch, **options)
+
+    def expected(self, batch=(x, y)):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((tf.tanh(batch[0] @ self.weight) - batch[1]) ** 2)
+        return loss, tape.gradient(loss, [self.weight])
+
+    def check(self, found, batch=(x, y)):
+        loss, gradients = self.expected(batch)
+        np.testing.assert_allclose(found[0], loss, rtol=1e-10)
+        np.testing.assert_allclose(found[1][0], gradients[0], rtol=1e-10)
+
+
+@pytest.fixture(autouse=True)
+def an_error(monkeypatch):
+    monkeypatch.setattr(limit, "running_out_is_an_error", lambda on_gpu: True)
+
+
+def test_is_run_again_with_less(caplog):
+    room = Room(12)
+    room.check(room.found())
+    assert "micro_batch_size=40, 32, 16, and was run again with 8" in caplog.text
+    room.sizes.clear()
+    room.check(room.found())
+    assert max(room.sizes) == 8
+    batch = x[:6], y[:6]
+    room.check(room.found(batch), batch)
+
+
+def test_nothing_fits():
+    room = Room(0)
+    with pytest.raises(tf.errors.ResourceExhaustedError, match="RematScope"):
+        room.found()
+
+
+def test_in_a_graph_the_next_call_has_half():
+    room = Room(12)
+
+    @tf.function
+    def step(x, y):
+        return room.found((x, y))
+
+    tried = 0
+    while True:
+        tried += 1
+        try:
+            found = step(x, y)
+            break
+        except tf.errors.ResourceExhaustedError:
+            pass
+    assert tried == 3
+    room.check(found)
+    room.sizes.clear()
+    room.check(step(x, y))
+    assert max(room.sizes) == 10
+    assert step.experimental_get_tracing_count() == 1
+
+
+def test_in_replicas():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        room = Room(12)
+    parts = [
+        strategy.experimental_distribute_values_from_function(
+            lambda context, whole=whole: tf.split(whole, [25, 15])[context.replica_id_in_sync_group]
+        )
+        for whole in (x, y)
+    ]
+
+    @tf.function
+    def step(x, y):
+        def replica(x, y):
+            loss, (gradient,) = room.found((x, y))
+            context = tf.distribute.get_replica_context()
+            return loss, context.all_reduce("sum", gradient)
+
+        return strategy.run(replica, args=(x, y))
+
+    for _ in range(4):
+        try:
+            loss, gradient = step(*parts)
+        except tf.errors.ResourceExhaustedError:
+            continue
+        room.check((loss.values[0], [gradient.values[0]]))
+        return
+    pytest.fail("did not fit")
+
+
+def test_the_size_of_a_graph_on_a_cpu_is_found_outside_of_it(monkeypatch):
+    monkeypatch.setattr(limit, "running_out_is_an_error", lambda on_gpu: False)
+    room = Room(10**9)
+
+    class Count:
+        can_reset = True
+
+        def reset(self):
+            room.sizes.clear()
+
+        def read(self):
+            return 2**20 + max(room.sizes, default=0)
+
+        def now(self):
+            return 2**20
+
+    monkeypatch.setattr(watch, "ProcessCounter", Count)
+    room.found(micro_batch_size=4)  # which tries, once, whether examples meet
+    most = int((2**20 + 17) / 0.95)
+    step = tf.function(lambda: room.found(memory_limit=most))
+    with pytest.raises(ValueError, match="needs a size that was found before"):
+        step()
+    seen = []
+    for _ in range(6):
+        room.check(room.found(memory_limit=most))
+        seen.append(max(room.sizes))
+    assert seen == sorted(seen)
+    assert seen[-1] == 16
+    room.check(step())
+    assert max(room.sizes) == 16
+
+
+def test_compiled_functions_need_a_number():
+    room = Room(10**9)
+    with pytest.raises(ValueError, match="does not go with jit_compile=True"):
+        tf.function(lambda: room.found(), jit_compile=True)()
+
+
+def test_seeds_are_drawn_once(monkeypatch):
+    dropout = keras.layers.Dropout(0.5, seed=3)
+    room = Room(12)
+    loss = room.loss
+    room.loss = lambda batch: loss((dropout(batch[0], training=True), batch[1]))
+    found = room.found()
+    state = dropout.seed_generator.state.numpy()
+    other = keras.layers.Dropout(0.5, seed=3)
+    room.loss = lambda batch: loss((other(batch[0], training=True), batch[1]))
+    again = room.found(micro_batch_size=8)
+    np.testing.assert_array_equal(found[1][0], again[1][0])
+    np.testing.assert_array_equal(state, other.seed_generator.state.numpy())

@@ -1,0 +1,98 @@
+"""What test_memory.py runs in processes of their own, with as much memory as it likes or with a
+limit that the kernel holds: a model whose plain step does not fit.
+
+    python memory_cases.py MIB
+
+trains in MIB more than the process has, and prints how far that ends from unlimited training.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import sys
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ["MACROBATCH_CACHE"] = "0"
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+import macrobatch
+
+UNITS = 32768  # 256 KiB an example, for each of some five tensors
+
+
+def layers_of():
+    layers = [keras.Input([None, 4]), keras.layers.Dense(UNITS, "tanh")]
+    return keras.Sequential([*layers, keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
+
+
+def build():
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    keras.utils.set_random_seed(0)
+    model = layers_of()
+    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    return model
+
+
+def examples(count, length=1):
+    random = np.random.default_rng(0)
+    return random.normal(size=[count, length, 4]), random.normal(size=[count, length, 1])
+
+
+def from_the_start():
+    """All batches of one size, of which the first does not fit."""
+    return [examples(512)] * 6
+
+
+def longer_in_the_middle():
+    """Batches of short examples, which fit, and longer ones later."""
+    return [examples(64)] * 3 + [examples(64, 8)] * 2 + [examples(64)] * 2
+
+
+@contextlib.contextmanager
+def limited(mebibytes):
+    """Lets this process have no more address space than that beyond what it has."""
+    with open("/proc/self/status") as lines:
+        fields = dict(line.split(":", 1) for line in lines)
+    size = int(fields["VmSize"].split()[0]) * 1024 + mebibytes * 2**20
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+def fitted(model, batches):
+    """Trains on batches that come once. Returns where training ended, and sizes."""
+    types = tuple(tf.TensorSpec([None, None, size], tf.float64) for size in (4, 1))
+    dataset = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=types)
+    options = {"steps_per_epoch": len(batches), "shuffle": False, "verbose": 0}
+    sizes = model.fit(dataset, **options).history.get("micro_batch_size")
+    return [np.array(v.value) for v in [*model.variables, *model.optimizer.variables]], sizes
+
+
+def main(mebibytes):
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+    tf.config.threading.set_inter_op_parallelism_threads(1)
+    cases = [from_the_start, longer_in_the_middle]
+    unlimited = [fitted(build(), case())[0] for case in cases]
+    found = {}
+    with limited(mebibytes):
+        for case, expected in zip(cases, unlimited):
+            ended, sizes = fitted(macrobatch.accumulate(build()), case())
+            furthest = max(float(np.abs(a - b).max()) for a, b in zip(ended, expected))
+            found[case.__name__] = {"difference": furthest, "sizes": sizes}
+        try:
+            fitted(build(), from_the_start())
+        except tf.errors.ResourceExhaustedError:
+            found["plain"] = "ran out"
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,164 @@
+"""The search for a size, told of updates that nobody makes."""
+
+import pytest
+
+from macrobatch._sizes.search import Search
+
+
+def run(search, seconds, batch=512, most=None, extent=1.0, peak=None, batches=200):
+    """Runs batches until the search has settled. Returns the sizes that were run."""
+    sizes = []
+    for _ in range(batches):
+        search.meet(batch, extent)
+        size = search.to_rehearse()
+        while size is not None:
+            search.rehearsed(size, peak(size))
+            size = search.to_rehearse()
+        size = search.next()
+        sizes.append(size)
+        while most is not None and size > most:
+            assert search.ran_out()
+            size = search.next()
+            sizes.append(size)
+        search.ran(batch, seconds(size))
+        if search.is_settled:
+            break
+    return sizes
+
+
+@pytest.mark.parametrize("best", [1, 8, 64, 512])
+def test_finds_the_fastest(best):
+    search = Search()
+    run(search, lambda size: max(size / best, best / size) ** 0.3)
+    assert search.is_settled
+    assert search.size == best
+
+
+def test_starts_with_the_whole_batch_and_halves_what_runs_out():
+    search = Search(looks=False)
+    assert run(search, lambda size: 1.0, batch=96, most=20) == [96, 64, 32, 16]
+    assert search.is_settled
+    assert search.size == 16
+
+
+def test_does_not_look_where_the_size_shows():
+    search = Search(looks=False)
+    assert run(search, lambda size: 1.0 / size) == [512]
+
+
+def test_first_update_of_a_size_is_not_timed():
+    calls = []
+
+    def seconds(size):
+        calls.append(size)
+        return 100.0 if calls.count(size) == 1 else 512 / size
+
+    search = Search()
+    run(search, seconds)
+    assert search.size == 512
+    assert max(map(max, search._seconds.values())) < 100 / 512
+
+
+def test_ties_go_to_the_smaller_size_and_end():
+    search = Search()
+    sizes = run(search, lambda size: 1.0 if size >= 64 else 2.0)
+    assert search.size == 64
+    assert len(sizes) < 50
+
+
+def test_small_batches_are_not_timed():
+    search = Search()
+    search.meet(512, 1.0)
+    search.next()
+    search.ran(512, 1.0)
+    for _ in range(30):
+        search.meet(100, 1.0)
+        search.next()
+        search.ran(100, 1.0)
+    assert not search.is_settled
+    assert search.size == 512
+
+
+def test_interleaves():
+    search = Search()
+    sizes = run(search, lambda size: 1.0 if size >= 128 else 3.0)
+    turns = sizes[-6:]
+    assert len(set(turns)) > 1
+    assert all(a != b for a, b in zip(turns, turns[1:]))
+
+
+def test_a_larger_batch_later_runs_out_again():
+    search = Search(looks=False)
+    run(search, lambda size: 1.0, batch=64)
+    assert search.size == 64
+    assert run(search, lambda size: 1.0, batch=256, most=100) == [256, 128, 64]
+
+
+def test_nothing_smaller_than_one():
+    search = Search()
+    search.meet(4, 1.0)
+    assert [search.next(), search.ran_out()] == [4, True]
+    assert [search.next(), search.ran_out()] == [2, True]
+    assert [search.next(), search.ran_out()] == [1, False]
+
+
+def test_runs_out_while_it_looks():
+    search = Search()
+    run(search, lambda size: 1 / size, batches=3)
+    search.meet(512, 1.0)
+    assert search.next() == 256
+    assert search.ran_out()
+    assert search.next() == 128
+    run(search, lambda size: 1 / size, batch=512)
+    assert search.size == 128
+
+
+def test_settled_and_then_run_out():
+    search = Search()
+    run(search, lambda size: 1 / size)
+    assert search.size == 512
+    search.next()
+    assert search.ran_out()
+    assert search.next() == 256
+    assert search.is_settled
+
+
+@pytest.mark.parametrize("limit", [130, 200, 300, 600, 10_000])
+def test_rehearses_no_more_than_the_line_says(limit):
+    rehearsed = []
+
+    def peak(size):
+        rehearsed.append(size)
+        return 100 + size
+
+    search = Search(limit=limit, looks=False)
+    run(search, lambda size: 1.0, peak=peak)
+    assert all(100 + size <= limit for size in rehearsed)
+    assert rehearsed == sorted(rehearsed)
+    assert search.size <= limit - 100
+    assert search.size == 512 or 2 * search.size > 0.95 * limit - 100
+
+
+def test_what_an_update_takes_beyond_its_rehearsal_counts():
+    search = Search(limit=300, looks=False)
+    run(search, lambda size: 1.0, peak=lambda size: 100 + size)
+    assert search.size == 128
+    search.takes_beyond(100)
+    assert search.next() == 64
+
+
+@pytest.mark.parametrize(("power", "expected"), [(2, 32), (1, 64)])
+def test_longer_examples_shrink_the_size(power, expected):
+    search = Search(limit=300, looks=False, power=power)
+    run(search, lambda size: 1.0, peak=lambda size: 100 + size)
+    assert search.size == 128
+    run(search, lambda size: 1.0, extent=2.0, peak=lambda size: 100 + size * 2**power)
+    assert search.size == expected
+
+
+def test_what_was_found_before_is_taken_at_once():
+    search = Search(limit=1000, first=32)
+    assert run(search, lambda size: 1.0, peak=pytest.fail) == [32]
+    assert search.is_settled
+    search = Search(first=32)
+    assert run(search, lambda size: 1.0, most=10) == [32, 16, 8]
