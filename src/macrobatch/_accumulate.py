@@ -4,9 +4,11 @@ from typing import Any, Callable, Dict, Optional, TypeVar
 
 from macrobatch._batches import checks as batch_checks
 from macrobatch._batches.cut import Cut
+from macrobatch._checks import NONFINITE, one_of
 from macrobatch._fit import checks, install, own
 from macrobatch._fit.whole_batch import WholeBatchAccumulation
 from macrobatch._keras.model import inputs_of
+from macrobatch._tensorflow import checks as tensorflow_checks
 
 Model = TypeVar("Model")
 
@@ -20,6 +22,7 @@ def accumulate(
     lengths: Optional[Callable[[Any, Any, Any], Any]] = None,
     micro_batch_weight: Optional[Callable[[Any, Any, Any], Any]] = None,
     whole_batch_loss: bool = False,
+    nonfinite: str = "propagate",
 ) -> Model:
     """Makes a Keras model train on whole batches in the memory of micro-batches.
 
@@ -64,6 +67,12 @@ def accumulate(
             any scalar of the batch (`Dice`): the update is that of the whole batch. Each
             micro-batch runs forward twice, so that a step takes about a third longer, and the
             predictions of the whole batch are in memory.
+        nonfinite: what to do with examples whose loss or gradient is infinite or not a number.
+            `"propagate"` adds them, as Keras does. `"skip"` makes exactly the update of the other
+            examples of the batch. The log `skipped_examples` counts those that are left out, and a
+            warning names the first ones. `"raise"` is a ValueError that names the examples and the
+            first layer whose output is not finite. Nothing has changed then. docs/not-finite.md
+            says more.
 
     Returns:
         The model.
@@ -93,14 +102,17 @@ def accumulate(
     )
     weight = checks.micro_batch_weight(micro_batch_weight)
     of_whole_batch = checks.whole_batch_loss(whole_batch_loss, weight)
+    one_of("nonfinite", nonfinite, NONFINITE)
     checks.keras_model(model)
     if cut.axis is not None:
         batch_checks.free_lengths(inputs_of(model), cut.axis)
+    optimizer = getattr(model, "optimizer", None)
+    tensorflow_checks.sees_overflows(optimizer, nonfinite, "update")
     release(model)
     checks.can_be_accumulated(model)
-    own.check(model, cut, of_whole_batch)
+    own.check(model, cut, of_whole_batch, nonfinite)
     kind = WholeBatchAccumulation if of_whole_batch else install.Accumulation
-    kind(model, cut, weight).install()
+    kind(model, cut, weight, nonfinite).install()
     return model
 
 
@@ -141,5 +153,6 @@ def settings_of(model: Any) -> Optional[Dict[str, Any]]:
         "lengths": cut.lengths,
         "micro_batch_weight": accumulation.micro_batch_weight,
         "whole_batch_loss": True if isinstance(accumulation, WholeBatchAccumulation) else None,
+        "nonfinite": accumulation.guard.policy if accumulation.guard.is_wanted else None,
     }
     return {name: value for name, value in settings.items() if value is not None}

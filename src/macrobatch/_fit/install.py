@@ -10,11 +10,15 @@ import tensorflow as tf
 from macrobatch import _checks, _internals
 from macrobatch._batches.cut import Cut
 from macrobatch._fit import build, checks, own
+from macrobatch._fit.attempts import Attempt, OneByOne
+from macrobatch._fit.finite import Finite
 from macrobatch._fit.meeting import Meeting
 from macrobatch._fit.steps import Steps
 from macrobatch._keras import model as models
+from macrobatch._keras.tried import Tried
 from macrobatch._tensorflow import checks as replica_checks
 from macrobatch._tensorflow import graph, replicas
+from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._types import Batch
 from macrobatch._workers import callbacks
 from macrobatch._workers import checks as worker_checks
@@ -27,12 +31,19 @@ class Accumulation(Steps):
         tries_losses: whether examples must not meet in losses.
         looks: whether the size of the first batch of a fit is still to be looked at.
         meeting: the trial whether examples meet.
+        finite: runs batches without examples that are not finite, if asked for.
     """
 
     tries_losses = True
 
-    def __init__(self, model: Any, cut: Cut, micro_batch_weight: Optional[Callable[..., Any]]):
-        super().__init__(model, cut, micro_batch_weight)
+    def __init__(
+        self,
+        model: Any,
+        cut: Cut,
+        micro_batch_weight: Optional[Callable[..., Any]],
+        nonfinite: str = "propagate",
+    ):
+        super().__init__(model, cut, micro_batch_weight, nonfinite)
         self.looks = False
         self._own = own.own_steps(model, cut, micro_batch_weight)
         self._replaced: Dict[str, Any] = {}
@@ -40,6 +51,14 @@ class Accumulation(Steps):
         step = self._own.get("train_step")
         tried = None if step is None else step.tried
         self.meeting = Meeting(model, cut, self.strategy, self.tries_losses, tried)
+        self.finite = Finite(
+            model,
+            self.guard,
+            self.strategy,
+            lambda: self.cut.size or 0,
+            lambda: Tried(model, ENGINE, self.micro_batch_weight, self.tries_losses),
+            self._on_trial_again,
+        )
 
     def install(self) -> None:
         """Replaces the methods of the model that make, build and run its steps."""
@@ -55,6 +74,8 @@ class Accumulation(Steps):
         methods["test_step"] = self.own_test_step if own_test else self.test_step
         if isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy):
             methods["fit"] = self.fit
+        if self.guard.is_wanted:
+            methods["reset_metrics"] = self.reset_metrics
         for name, method in methods.items():
             if name in vars(self.model):
                 self._replaced[name] = vars(self.model)[name]
@@ -105,9 +126,16 @@ class Accumulation(Steps):
         call.arguments["callbacks"] = own
         return fit(*call.args, **call.kwargs)
 
+    def reset_metrics(self) -> None:
+        """As Keras', which calls it at the start of an epoch."""
+        type(self.model).reset_metrics(self.model)
+        self.finite.reset()
+
     def build_before_tracing(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Makes all variables. In replicas, and in a trace, it would be too late."""
         model, strategy = self.model, self.strategy
+        if iterator is not None:  # It is fit() that calls.
+            self.finite.start()
         if "train_step" in self._own:
             self._types = lambda: self._types_of(iterator, data_batch)
             return
@@ -162,9 +190,18 @@ class Accumulation(Steps):
             self.padding.done[True].assign(0)
             self.meeting.start()
             with self._watching():
-                function = self._made("make_train_function", force)
+                function = self._made("make_train_function", force, self._attempt())
             self.model.train_function = self._looking_at_first_batch(function)
         return self.model.train_function
+
+    def _attempt(self) -> Optional[Attempt]:
+        """What runs a batch as often as it takes; None if once is always enough."""
+        return self.finite if self.guard.is_wanted else None
+
+    def _on_trial_again(self) -> None:
+        """Lets trials be made with other examples: numbers that are not finite show nothing."""
+        self.meeting.forget()
+        self.padding.done[True].assign(0)
 
     def _look_at_own_step(self) -> None:
         """Sees what the model's own train step does. That makes all variables, too."""
@@ -219,10 +256,13 @@ class Accumulation(Steps):
             self.model.test_function = self._made("make_test_function", force)
         return self.model.test_function
 
-    def _made(self, name: str, force: bool) -> Callable[..., Any]:
+    def _made(
+        self, name: str, force: bool, attempt: Optional[Attempt] = None
+    ) -> Callable[..., Any]:
         """A function that Keras makes, whose refusals are ValueErrors.
 
-        Keras compiles it as a whole, unless its steps are compiled.
+        Keras compiles it as a whole, unless its steps are compiled. With an attempt, batches are
+        taken one by one.
         """
         model = self.model
         before = model.jit_compile
@@ -233,6 +273,8 @@ class Accumulation(Steps):
         finally:
             model.jit_compile = before
         made = model.train_function if name == "make_train_function" else model.test_function
+        if attempt is not None:
+            made = OneByOne(made, model.steps_per_execution, model.run_eagerly, attempt)
 
         def function(iterator: Any) -> Any:
             with graph.refusals_as_value_errors():

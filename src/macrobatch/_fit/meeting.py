@@ -14,6 +14,7 @@ from macrobatch._keras import model as models
 from macrobatch._keras.sequences import low_precision
 from macrobatch._keras.tried import Tried
 from macrobatch._meeting import is_cut, size_of, verdict_of
+from macrobatch._tensorflow import replicas
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.tap import Tap
 from macrobatch._types import Batch
@@ -56,6 +57,10 @@ class Meeting:
         if self.is_wanted:
             self._tap.open()
 
+    def forget(self) -> None:
+        """Waits for other examples, if the trial is still to be made."""
+        self._rows = None
+
     def watching(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """A function of a batch that lets the trial have its first examples."""
 
@@ -63,25 +68,11 @@ class Meeting:
         def watched(data: Any) -> Any:
             # A step refuses a model that was made outside of the scope of its strategy.
             if self._strategy is not None or not tf.distribute.has_strategy():
-                self._tap(self._parts(data), 2 * (self._declared() or meeting.MOST))
+                parts = replicas.local_parts(self._strategy, data)
+                self._tap(parts, 2 * (self._declared() or meeting.MOST))
             return step(data)
 
         return watched
-
-    def _parts(self, data: Any) -> Any:
-        """The parts of a batch that the replicas of this process have."""
-        if self._strategy is None:
-            return [data]
-        flat = tf.nest.flatten(data)
-        parts = [
-            [leaf] if leaf is None else self._strategy.experimental_local_results(leaf)
-            for leaf in flat
-        ]
-        count = max(map(len, parts))
-        return [
-            tf.nest.pack_sequence_as(data, [of_leaf[i % len(of_leaf)] for of_leaf in parts])
-            for i in range(count)
-        ]
 
     def _declared(self) -> Optional[int]:
         """The number of examples that the model says it takes, if it does."""

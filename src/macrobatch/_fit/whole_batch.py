@@ -40,11 +40,15 @@ class WholeBatchSteps(Steps):
 
         found, gradients = passes.loss_and_gradients(scaled, gathered, weights)
         gradients = [sums.merge_rows(gradient) for gradient in gradients]
-        with after((gradients, passes.part, found)):
+
+        def write() -> None:
             model.write(passes.part.written, passes.part.moments, found.result)
             self._remember(whole.examples)
             self._update(model.trained, gradients)
-        return replicas.for_reduction(found.result.logs)
+
+        with after((gradients, passes.part, found)):
+            outcome = self.guard.write(gradients, [found.result.loss], write)
+        return replicas.for_reduction({**found.result.logs, **outcome})
 
     def test_step(self, data: Any) -> Logs:
         """Reports the loss and the metrics of the whole batch: one pass is enough."""

@@ -57,6 +57,24 @@ def run(strategy: Any, function: Callable[[], Any]) -> Any:
     return strategy.experimental_run_v2(function)  # TensorFlow 1.14
 
 
+def only_if(condition: Any, function: Callable[[], Any]) -> None:
+    """Calls a function, now or when the graph runs, if a condition holds on all replicas alike."""
+    if tf.executing_eagerly() or not in_several():
+        graph.when(condition, function)
+        return
+
+    def call(function: Callable[[], Any]) -> None:
+        function()
+
+    def merged(strategy: Any, conditions: Any, functions: Any) -> None:
+        # Replicas cannot meet in a branch of their own, but they can in a branch around them all.
+        agreed = strategy.experimental_local_results(conditions)[0]
+        keep = tf.autograph.experimental.do_not_convert
+        graph.when(agreed, lambda: strategy.run(keep(call), args=(functions,)))
+
+    tf.distribute.get_replica_context().merge_call(merged, args=(condition, function))
+
+
 def once(function: Callable[[], Any]) -> None:
     """Calls a function once, even where each replica is about to."""
     if in_replica():
@@ -156,6 +174,50 @@ def shared_out(strategy: Any, batch: Any) -> Any:
         ),
         graph.to_tensors(batch),
     )
+
+
+def local_parts(strategy: Any, batch: Any) -> List[Any]:
+    """The parts of a batch that the replicas of this process have."""
+    if strategy is None:
+        return [batch]
+    parts = [
+        [leaf] if leaf is None else strategy.experimental_local_results(leaf)
+        for leaf in tf.nest.flatten(batch)
+    ]
+    return [
+        tf.nest.pack_sequence_as(batch, [of_leaf[i % len(of_leaf)] for of_leaf in parts])
+        for i in range(max(map(len, parts)))
+    ]
+
+
+def from_parts(strategy: Any, parts: Sequence[Any]) -> Any:
+    """The batch of which the replicas of this process have these parts."""
+    if len(parts) == 1 and not has_several_workers(strategy):
+        return parts[0]
+    first = local_replicas(strategy)[0]
+
+    def joined(*leaves: Any) -> Any:
+        if leaves[0] is None:
+            return None
+        return strategy.experimental_distribute_values_from_function(
+            lambda context: leaves[context.replica_id_in_sync_group - first]
+        )
+
+    return tf.nest.map_structure(joined, *parts)
+
+
+def local_replicas(strategy: Any) -> List[int]:
+    """Which of all replicas are in this process."""
+    if strategy is None:
+        return [0]
+    found: List[int] = []
+
+    def note(context: Any) -> Any:
+        found.append(int(context.replica_id_in_sync_group))
+        return tf.constant(0)
+
+    strategy.experimental_distribute_values_from_function(note)
+    return found
 
 
 def first_part(strategy: Any, batch: Any) -> Any:
