@@ -40,7 +40,7 @@ class Finite:
         strategy: Any,
         size: Callable[[], int],
         tried: Callable[[], Tried],
-        before_again: Callable[[], None],
+        before_again: Callable[[int], None],
     ):
         """Prepares attempts.
 
@@ -50,7 +50,7 @@ class Finite:
             strategy: in whose scope the model was made, or None.
             size: how many examples to look at together first; 0 for the halves of the batch.
             tried: the model as a function of a micro-batch that leaves everything as it was.
-            before_again: called before a batch is run again, which may have been on trial.
+            before_again: called with the number of its examples before a batch is run again.
         """
         self._model, self._guard, self._strategy = model, guard, strategy
         self._size, self._tried, self._before_again = size, tried, before_again
@@ -77,7 +77,7 @@ class Finite:
         while True:
             groups = self._bad(run, examples, remaining)
             left_out += groups
-            self._before_again()
+            self._before_again(examples.count)
             if self._guard.policy == "raise":
                 where = self._where(examples, groups)
                 raise ValueError(finite_checks.refused(groups, examples.count, where))

@@ -86,7 +86,7 @@ def first_place(example: int, where: str, inputs: Sequence[str]) -> str:
         where: "loss", "gradient", or the name of a layer in quotes.
         inputs: what of the example was not finite from the start.
     """
-    given = f" ({' and '.join(inputs)} of the example already are not)" if inputs else ""
+    given = f" (not finite in the batch itself: {', '.join(inputs)})" if inputs else ""
     if where == "gradient":
         return f"In example {example}, only the gradient is not finite{given}. "
     if where == "loss":

@@ -198,10 +198,12 @@ class Accumulation(Steps):
         """What runs a batch as often as it takes; None if once is always enough."""
         return self.finite if self.guard.is_wanted else None
 
-    def _on_trial_again(self) -> None:
+    def _on_trial_again(self, examples: int) -> None:
         """Lets trials be made with other examples: numbers that are not finite show nothing."""
         self.meeting.forget()
         self.padding.done[True].assign(0)
+        if self.looks:  # at the batch as it came
+            self.first_batch.assign(examples)
 
     def _look_at_own_step(self) -> None:
         """Sees what the model's own train step does. That makes all variables, too."""

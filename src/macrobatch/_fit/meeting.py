@@ -68,7 +68,7 @@ class Meeting:
         def watched(data: Any) -> Any:
             # A step refuses a model that was made outside of the scope of its strategy.
             if self._strategy is not None or not tf.distribute.has_strategy():
-                parts = replicas.local_parts(self._strategy, data)
+                parts = replicas.parts_of_batch(self._strategy, data)
                 self._tap(parts, 2 * (self._declared() or meeting.MOST))
             return step(data)
 

@@ -17,7 +17,7 @@ class Examples:
 
     def __init__(self, batch: Batch, strategy: Any):
         self._strategy = strategy
-        self._parts = [graph.to_tensors(part) for part in replicas.local_parts(strategy, batch)]
+        self._parts = [graph.to_tensors(part) for part in replicas.parts_of_batch(strategy, batch)]
         self._replicas = replicas.local_replicas(strategy)[: len(self._parts)]
         sizes = _of_all(strategy, self._replicas, [_size(part) for part in self._parts])
         self._starts = [sum(sizes[:i]) for i in range(len(sizes))]

@@ -176,7 +176,14 @@ def shared_out(strategy: Any, batch: Any) -> Any:
     )
 
 
-def local_parts(strategy: Any, batch: Any) -> List[Any]:
+def first_part(strategy: Any, batch: Any) -> Any:
+    """The part of a batch that the first of this machine's replicas gets."""
+    return tf.nest.map_structure(
+        lambda leaf: leaf if leaf is None else strategy.experimental_local_results(leaf)[0], batch
+    )
+
+
+def parts_of_batch(strategy: Any, batch: Any) -> List[Any]:
     """The parts of a batch that the replicas of this process have."""
     if strategy is None:
         return [batch]
@@ -184,9 +191,10 @@ def local_parts(strategy: Any, batch: Any) -> List[Any]:
         [leaf] if leaf is None else strategy.experimental_local_results(leaf)
         for leaf in tf.nest.flatten(batch)
     ]
+    count = max(map(len, parts))
     return [
         tf.nest.pack_sequence_as(batch, [of_leaf[i % len(of_leaf)] for of_leaf in parts])
-        for i in range(max(map(len, parts)))
+        for i in range(count)
     ]
 
 
@@ -218,13 +226,6 @@ def local_replicas(strategy: Any) -> List[int]:
 
     strategy.experimental_distribute_values_from_function(note)
     return found
-
-
-def first_part(strategy: Any, batch: Any) -> Any:
-    """The part of a batch that the first of this machine's replicas gets."""
-    return tf.nest.map_structure(
-        lambda leaf: leaf if leaf is None else strategy.experimental_local_results(leaf)[0], batch
-    )
 
 
 def from_first_replica(values: List[Any]) -> List[Any]:
