@@ -125,7 +125,8 @@ class Finite:
 
     def _where(self, examples: Examples, groups: List[List[int]]) -> str:
         """What is not finite first, in the first example that this process can look at."""
-        for example in (group[0] for group in groups if len(group) == 1):
+        alone = [group[0] for group in groups if len(group) == 1]
+        for example in alone:
             batch = examples.alone(example)
             if batch is not None:
                 micro_batch = keras.utils.unpack_x_y_sample_weight(batch)
@@ -134,7 +135,8 @@ class Finite:
                     place = finite.first_place(self._tried(), micro_batch, ENGINE)
                     parts = finite.not_finite_parts(micro_batch)
                     return finite_checks.first_place(example, place, parts)
-        return ""
+                return ""
+        return finite_checks.ELSEWHERE if alone else ""
 
     def _warn(self, groups: List[List[int]], examples: int, is_updated: bool) -> None:
         kind = is_updated, any(len(group) > 1 for group in groups)

@@ -78,6 +78,9 @@ def all_skipped(groups: List[List[int]], examples: int) -> str:
     )
 
 
+ELSEWHERE = "Another worker has these examples, and says what of them is not finite first. "
+
+
 def first_place(example: int, where: str, inputs: Sequence[str]) -> str:
     """What of an example is not finite first.
 

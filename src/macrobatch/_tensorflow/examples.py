@@ -78,5 +78,4 @@ def _of_all(strategy: Any, local: List[int], own: List[int]) -> List[int]:
         return tf.one_hot(replica, strategy.num_replicas_in_sync, float(numbers[replica]), 0.0)
 
     rows = strategy.experimental_distribute_values_from_function(mine)
-    total = tf.function(lambda: strategy.reduce("SUM", rows, axis=None), autograph=False)()
-    return [int(number) for number in total.numpy()]
+    return [int(number) for number in strategy.reduce("SUM", rows, axis=None).numpy()]
