@@ -87,6 +87,7 @@ def blocks_of(page):
         "docs/coupled-losses.md",
         "docs/examples-that-meet.md",
         "docs/train-steps.md",
+        "docs/not-finite.md",
         "docs/verify.md",
     ],
 )

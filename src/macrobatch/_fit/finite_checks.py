@@ -64,8 +64,8 @@ def skipped(groups: List[List[int]], examples: int) -> str:
     """What to say of bad examples that are left out."""
     return (
         f"{_named(groups)} not finite, in a batch of {examples} examples, counted from 0. The "
-        "update was made from the other examples. The log skipped_examples counts those that are "
-        "left out; of others in this fit, it says all that is said."
+        "update was made from the other examples. The log skipped_examples counts all that are "
+        "left out. Later ones in this fit are not named."
     )
 
 
@@ -73,8 +73,8 @@ def all_skipped(groups: List[List[int]], examples: int) -> str:
     """What to say of a batch that has no good example."""
     return (
         f"{_named(groups)} not finite. These are all {examples} examples of the batch: no update "
-        "was made. The log skipped_examples counts them; of other such batches in this fit, it "
-        "says all that is said."
+        "was made. The log skipped_examples counts them. Later batches in this fit of which no "
+        "example is left are not named."
     )
 
 

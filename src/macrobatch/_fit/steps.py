@@ -125,7 +125,8 @@ class Steps:
         model = self.model
         self.check_scope()
         tensorflow_checks.optimizer(model.optimizer)
-        self.guard.start(model.optimizer)
+        if training:
+            self.guard.start(model.optimizer)
         checks.splittable_layers(_internals.layers_of(model))
         checks.no_overwriting_variables(model.trainable_weights)
         batch = graph.to_tensors(keras.utils.unpack_x_y_sample_weight(data))

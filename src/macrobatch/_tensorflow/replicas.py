@@ -198,36 +198,6 @@ def parts_of_batch(strategy: Any, batch: Any) -> List[Any]:
     ]
 
 
-def from_parts(strategy: Any, parts: Sequence[Any]) -> Any:
-    """The batch of which the replicas of this process have these parts."""
-    if len(parts) == 1 and not has_several_workers(strategy):
-        return parts[0]
-    first = local_replicas(strategy)[0]
-
-    def joined(*leaves: Any) -> Any:
-        if leaves[0] is None:
-            return None
-        return strategy.experimental_distribute_values_from_function(
-            lambda context: leaves[context.replica_id_in_sync_group - first]
-        )
-
-    return tf.nest.map_structure(joined, *parts)
-
-
-def local_replicas(strategy: Any) -> List[int]:
-    """Which of all replicas are in this process."""
-    if strategy is None:
-        return [0]
-    found: List[int] = []
-
-    def note(context: Any) -> Any:
-        found.append(int(context.replica_id_in_sync_group))
-        return tf.constant(0)
-
-    strategy.experimental_distribute_values_from_function(note)
-    return found
-
-
 def from_first_replica(values: List[Any]) -> List[Any]:
     """The values that the first replica has."""
     if not in_several() or not values:
