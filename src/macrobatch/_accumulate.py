@@ -5,10 +5,12 @@ from typing import Any, Callable, Dict, Optional, TypeVar, Union
 from macrobatch import _internals
 from macrobatch._batches import checks as batch_checks
 from macrobatch._batches.cut import Cut
+from macrobatch._checks import NONFINITE, one_of
 from macrobatch._fit import checks, install, own
 from macrobatch._fit.whole_batch import WholeBatchAccumulation
 from macrobatch._keras.model import inputs_of
 from macrobatch._sizes import limit as limits
+from macrobatch._tensorflow import checks as tensorflow_checks
 from macrobatch._tensorflow import size_checks
 from macrobatch._tensorflow.chosen import ChosenSize
 
@@ -25,6 +27,7 @@ def accumulate(
     micro_batch_weight: Optional[Callable[[Any, Any, Any], Any]] = None,
     whole_batch_loss: bool = False,
     memory_limit: Union[int, float, str, None] = None,
+    nonfinite: str = "propagate",
 ) -> Model:
     """Makes a Keras model train on whole batches in the memory of micro-batches.
 
@@ -74,6 +77,12 @@ def accumulate(
         memory_limit: with "auto", how much memory the process may take: "6GiB", bytes, or a
             fraction of what is there. On a GPU it is the memory of the device. By default all
             memory that others do not use.
+        nonfinite: what to do with examples whose loss or gradient is infinite or not a number.
+            `"propagate"` adds them, as Keras does. `"skip"` makes exactly the update of the other
+            examples of the batch. The log `skipped_examples` counts those that are left out, and a
+            warning names the first ones. `"raise"` is a ValueError that names the examples and the
+            first layer whose output is not finite. Nothing has changed then. docs/not-finite.md
+            says more.
 
     Returns:
         The model.
@@ -108,17 +117,20 @@ def accumulate(
         size_checks.no_limit_with_size(memory_limit, cut.size or cut.tokens)
     weight = checks.micro_batch_weight(micro_batch_weight)
     of_whole_batch = checks.whole_batch_loss(whole_batch_loss, weight)
+    one_of("nonfinite", nonfinite, NONFINITE)
     checks.keras_model(model)
     if cut.axis is not None:
         batch_checks.free_lengths(inputs_of(model), cut.axis)
+    optimizer = getattr(model, "optimizer", None)
+    tensorflow_checks.sees_overflows(optimizer, nonfinite, "update")
     release(model)
     checks.can_be_accumulated(model)
     if is_auto:
         chosen = ChosenSize(_internals.strategy_of(model), sizes[1] == batch_checks.AUTO)
         cut = cut._replace(size=None, tokens=None, chosen=chosen)
-    own.check(model, cut, of_whole_batch)
+    own.check(model, cut, of_whole_batch, nonfinite)
     kind = WholeBatchAccumulation if of_whole_batch else install.Accumulation
-    kind(model, cut, weight, memory_limit).install()
+    kind(model, cut, weight, nonfinite, memory_limit).install()
     return model
 
 
@@ -166,5 +178,6 @@ def settings_of(model: Any) -> Optional[Dict[str, Any]]:
         "micro_batch_weight": accumulation.micro_batch_weight,
         "memory_limit": None if accumulation.auto is None else accumulation.auto.memory_limit,
         "whole_batch_loss": True if isinstance(accumulation, WholeBatchAccumulation) else None,
+        "nonfinite": accumulation.guard.policy if accumulation.guard.is_wanted else None,
     }
     return {name: value for name, value in settings.items() if value is not None}

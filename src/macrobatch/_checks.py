@@ -64,6 +64,17 @@ def some(names: Sequence[str], most: int = 3) -> str:
     return ", ".join(map(repr, names[:most])) + more
 
 
+# What may be done with numbers that are infinite or not a number.
+NONFINITE = ("propagate", "skip", "raise")
+
+
+def one_of(name: str, value: Any, options: Sequence[str]) -> Any:
+    """Returns `value`, if it is one of the options."""
+    if value not in options:
+        raise ValueError(f"{name} must be one of {list(options)}. Received: {name}={value!r}.")
+    return value
+
+
 def warn(message: str, category: Type[Warning] = UserWarning) -> None:
     """Warns, at the line of the user's that it is about."""
     folders = _library_folders()

@@ -9,6 +9,7 @@ from typing import Any, Callable, List, Optional, TypeVar, Union
 import numpy as np
 import tensorflow as tf
 
+from macrobatch._checks import NONFINITE, one_of
 from macrobatch._tensorflow import checks, graph, replicas, sums, update, window_checks
 from macrobatch._tensorflow.window import ROWS, Kinds, Window
 from macrobatch._types import Tensor, Variable
@@ -83,9 +84,8 @@ class GradientAccumulator(tf.Module):
     ):
         super().__init__(name="gradient_accumulator")
         self._steps = window_checks.steps(steps)
-        self._reduction = window_checks.one_of("reduction", reduction, ["mean", "sum"])
-        policies = ["propagate", "skip", "raise"]
-        self._nonfinite = window_checks.one_of("nonfinite", nonfinite, policies)
+        self._reduction = one_of("reduction", reduction, ["mean", "sum"])
+        self._nonfinite = one_of("nonfinite", nonfinite, NONFINITE)
         window_checks.applies_gradients(optimizer, self._nonfinite)
         variables = tf.nest.flatten(variables)
         checks.no_variables(variables)

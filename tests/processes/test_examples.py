@@ -95,6 +95,7 @@ def blocks_of(page):
         "docs/coupled-losses.md",
         "docs/examples-that-meet.md",
         "docs/train-steps.md",
+        "docs/not-finite.md",
         "docs/verify.md",
         "docs/sizes.md",
     ],

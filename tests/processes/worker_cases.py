@@ -12,6 +12,7 @@ import os
 import pickle
 import shutil
 import sys
+import warnings
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -41,7 +42,14 @@ def scope_of(strategy):
     return contextlib.nullcontext() if strategy is None else strategy.scope()
 
 
-def model_of(strategy, build, micro_batch_size=3, whole_batch_loss=False, **compiled):
+def model_of(
+    strategy,
+    build,
+    micro_batch_size=3,
+    whole_batch_loss=False,
+    nonfinite="propagate",
+    **compiled,
+):
     """A compiled model, accumulating if there is a strategy."""
     keras.utils.set_random_seed(7)
     with scope_of(strategy):
@@ -51,7 +59,9 @@ def model_of(strategy, build, micro_batch_size=3, whole_batch_loss=False, **comp
         model.compile(**arguments)
     if strategy is None:
         return model
-    return macrobatch.accumulate(model, micro_batch_size, whole_batch_loss=whole_batch_loss)
+    return macrobatch.accumulate(
+        model, micro_batch_size, whole_batch_loss=whole_batch_loss, nonfinite=nonfinite
+    )
 
 
 def arrays(model):
@@ -110,6 +120,39 @@ def shuffled_arrays(strategy):
     keras.utils.set_random_seed(3)
     history = model.fit(x, y, batch_size=8, epochs=2, verbose=0).history
     return arrays(model), history
+
+
+@case
+def examples_that_are_not_finite(strategy):
+    """Both workers have some in the first batch, one of them in the second, all are in the last."""
+    x, y = examples(18)
+    bad = [1, 6, 12, 16, 17]
+    if strategy is None:
+        rows = [[i for i in range(k, k + 8) if i not in bad] for k in (0, 8)]
+        model = model_of(strategy, mlp)
+        history = model.fit(
+            ((x[some], y[some]) for some in rows), steps_per_epoch=2, shuffle=False, verbose=0
+        ).history
+        return {**history, "skipped_examples": [5.0]}, arrays(model)
+    model = model_of(strategy, mlp, nonfinite="skip")
+    bad_x = x.copy()
+    bad_x[bad] = np.nan
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The loss or the gradient of")
+        history = model.fit(bad_x, y, batch_size=8, shuffle=False, verbose=0).history
+    found = history, arrays(model)
+    macrobatch.accumulate(model, 3, nonfinite="raise")
+    said = ""
+    try:
+        model.fit(bad_x, y, batch_size=8, shuffle=False, verbose=0)
+    except ValueError as error:
+        said = str(error)
+    first = [1, 6][strategy.cluster_resolver.task_id]  # of its own
+    assert "examples 1, 6 is not finite" in said, said
+    assert f"In example {first}, the first layer" in said, said
+    for before, after in zip(found[1], arrays(model)):
+        np.testing.assert_array_equal(before, after)
+    return found
 
 
 @case

@@ -51,13 +51,16 @@ def test_a_run_changes_nothing_until_it_is_written():
         np.testing.assert_array_equal(value, before[path], err_msg=path)
     penalty = step.regularization()
     written = outcome.written[1:]
-    logs = report.finish(
+    told = report.told(
         step, penalty, outcome.reported, outcome.counts, written, outcome.logs, 6, Engine()
     )
+    for path, value in everything(model).items():
+        np.testing.assert_array_equal(value, before[path], err_msg=path)
+    told.write()
     step.written.write(written, outcome.moments)
     assert int(model.layers[1].seed_generator.state[1]) == 1
     expected = float(outcome.losses[0]) + float(penalty)
-    np.testing.assert_allclose(float(logs["loss"]), expected)
+    np.testing.assert_allclose(float(told.logs["loss"]), expected)
     np.testing.assert_allclose(float(model.get_metrics_result()["loss"]), expected)
 
 

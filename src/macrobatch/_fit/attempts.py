@@ -13,6 +13,15 @@ from macrobatch._types import Batch, Logs
 Attempt = Callable[[Callable[[Batch], Logs], Batch], Logs]
 
 
+def nested(outer: Attempt, inner: Attempt) -> Attempt:
+    """An attempt each of whose runs is an attempt."""
+
+    def attempt(run: Callable[[Batch], Logs], batch: Batch) -> Logs:
+        return outer(lambda part: inner(run, part), batch)
+
+    return attempt
+
+
 class OneByOne:
     """A train or test function of Keras, on batches that are taken one by one.
 
@@ -73,9 +82,19 @@ class OneByOne:
         spec = iterator.element_spec
         key = (self._variant(), *tf.nest.flatten(spec, expand_composites=True))
         if key not in self._graphs:
-            traced = tf.function(self._run, input_signature=[spec], autograph=False)
-            self._graphs[key] = traced
+            usual = tf.function(self._run, input_signature=[spec], autograph=False)
+            # An attempt may run a part of a batch, where all batches have the same size.
+            other = tf.function(self._run, reduce_retracing=True, autograph=False)
+            self._graphs[key] = lambda batch: (usual if _fits(spec, batch) else other)(batch)
         return self._graphs[key]
 
     def _run(self, batch: Batch) -> Logs:
         return self._function(iter([batch]))
+
+
+def _fits(spec: Any, batch: Batch) -> bool:
+    """Whether a batch is of these types and shapes."""
+    flat = [tf.nest.flatten(nest, expand_composites=True) for nest in (spec, batch)]
+    return len(flat[0]) == len(flat[1]) and all(
+        each.is_compatible_with(leaf) for each, leaf in zip(*flat)
+    )

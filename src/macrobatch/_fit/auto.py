@@ -209,7 +209,8 @@ class Auto:
             search.takes_beyond(int(peak - search.expected(search.size)))
         elif peak is not None:
             search.rehearsed(search.size, peak)
-        search.ran(whole, seconds)
+        if not self._steps.guard.looks:  # at parts of a batch, for numbers that are not finite
+            search.ran(whole, seconds)
         return found[0]
 
     def _fits_here(self, size: int, batch: Batch) -> bool:

@@ -10,13 +10,16 @@ import tensorflow as tf
 from macrobatch import _checks, _internals
 from macrobatch._batches.cut import Cut
 from macrobatch._fit import build, checks, own
-from macrobatch._fit.attempts import OneByOne
+from macrobatch._fit.attempts import Attempt, OneByOne, nested
 from macrobatch._fit.auto import Auto
+from macrobatch._fit.finite import Finite
 from macrobatch._fit.meeting import Meeting
 from macrobatch._fit.steps import Steps
 from macrobatch._keras import model as models
+from macrobatch._keras.tried import Tried
 from macrobatch._tensorflow import checks as replica_checks
 from macrobatch._tensorflow import graph, replicas
+from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._types import Batch
 from macrobatch._workers import callbacks
 from macrobatch._workers import checks as worker_checks
@@ -29,6 +32,7 @@ class Accumulation(Steps):
         tries_losses: whether examples must not meet in losses.
         looks: whether the size of the first batch of a fit is still to be looked at.
         meeting: the trial whether examples meet.
+        finite: runs batches without examples that are not finite, if asked for.
     """
 
     tries_losses = True
@@ -38,9 +42,10 @@ class Accumulation(Steps):
         model: Any,
         cut: Cut,
         micro_batch_weight: Optional[Callable[..., Any]],
+        nonfinite: str = "propagate",
         memory_limit: Any = None,
     ):
-        super().__init__(model, cut, micro_batch_weight)
+        super().__init__(model, cut, micro_batch_weight, nonfinite)
         self.auto = None if cut.chosen is None else Auto(self, memory_limit)
         self.looks = False
         self._own = own.own_steps(model, cut, micro_batch_weight)
@@ -49,6 +54,14 @@ class Accumulation(Steps):
         step = self._own.get("train_step")
         tried = None if step is None else step.tried
         self.meeting = Meeting(model, cut, self.strategy, self.tries_losses, tried)
+        self.finite = Finite(
+            model,
+            self.guard,
+            self.strategy,
+            lambda: self.cut.size or 0,
+            lambda: Tried(model, ENGINE, self.micro_batch_weight, self.tries_losses),
+            self._on_trial_again,
+        )
 
     def install(self) -> None:
         """Replaces the methods of the model that make, build and run its steps."""
@@ -64,6 +77,8 @@ class Accumulation(Steps):
         methods["test_step"] = self.own_test_step if own_test else self.test_step
         if self._has_workers() or self.auto is not None:
             methods["fit"] = self.fit
+        if self.guard.is_wanted:
+            methods["reset_metrics"] = self.reset_metrics
         for name, method in methods.items():
             if name in vars(self.model):
                 self._replaced[name] = vars(self.model)[name]
@@ -121,9 +136,16 @@ class Accumulation(Steps):
     def _has_workers(self) -> bool:
         return isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy)
 
+    def reset_metrics(self) -> None:
+        """As Keras', which calls it at the start of an epoch."""
+        type(self.model).reset_metrics(self.model)
+        self.finite.reset()
+
     def build_before_tracing(self, iterator: Any = None, data_batch: Any = None) -> None:
         """Makes all variables. In replicas, and in a trace, it would be too late."""
         model, strategy = self.model, self.strategy
+        if iterator is not None:  # It is fit() that calls.
+            self.finite.start()
         if "train_step" in self._own:
             self._types = lambda: self._types_of(iterator, data_batch)
             return
@@ -184,6 +206,23 @@ class Accumulation(Steps):
             self.model.train_function = self._looking_at_first_batch(function)
         return self.model.train_function
 
+    def _attempt(self, training: bool) -> Optional[Attempt]:
+        """What runs a batch as often as it takes; None if once is always enough."""
+        auto, sizes = self.auto, None
+        if auto is not None:
+            can_be_again = training or "test_step" not in self._own
+            sizes = auto.attempt(training) if can_be_again else auto.once
+        if not training or not self.guard.is_wanted:
+            return sizes
+        return self.finite if sizes is None else nested(self.finite, sizes)
+
+    def _on_trial_again(self, examples: int) -> None:
+        """Lets trials be made with other examples: numbers that are not finite show nothing."""
+        self.meeting.forget()
+        self.padding.done[True].assign(0)
+        if self.looks:  # at the batch as it came
+            self.first_batch.assign(examples)
+
     def _look_at_own_step(self) -> None:
         """Sees what the model's own train step does. That makes all variables, too."""
         step = self._own.get("train_step")
@@ -240,17 +279,17 @@ class Accumulation(Steps):
     def _made(self, name: str, force: bool) -> Callable[..., Any]:
         """A function that Keras makes, whose refusals are ValueErrors.
 
-        Keras compiles it as a whole, unless its steps are compiled.
+        Keras compiles it as a whole, unless its steps are compiled. Where a batch may have to run
+        again, batches are taken one by one.
         """
-        model, auto, training = self.model, self.auto, name == "make_train_function"
+        model, auto = self.model, self.auto
         made = self._made_by_keras(name, force)
-        if auto is not None:
-            steps, is_eager = model.steps_per_execution, model.run_eagerly
-            if model.jit_compile and not self.compiles_steps():
-                made = auto.for_each_size(made, lambda: self._made_by_keras(name, True))
-            can_be_again = training or "test_step" not in self._own
-            attempt = auto.attempt(training) if can_be_again else auto.once
-            made = OneByOne(made, steps, is_eager, attempt, auto.variant)
+        if auto is not None and model.jit_compile and not self.compiles_steps():
+            made = auto.for_each_size(made, lambda: self._made_by_keras(name, True))
+        attempt = self._attempt(training=name == "make_train_function")
+        if attempt is not None:
+            variant = (lambda: None) if auto is None else auto.variant
+            made = OneByOne(made, model.steps_per_execution, model.run_eagerly, attempt, variant)
 
         def function(iterator: Any) -> Any:
             with graph.refusals_as_value_errors():

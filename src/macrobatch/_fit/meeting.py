@@ -57,6 +57,10 @@ class Meeting:
         if self.is_wanted:
             self._tap.open()
 
+    def forget(self) -> None:
+        """Waits for other examples, if the trial is still to be made."""
+        self._rows = None
+
     def watching(self, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """A function of a batch that lets the trial have its first examples."""
 

@@ -7,7 +7,7 @@ import tensorflow as tf
 from macrobatch import _checks, _internals
 from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
-from macrobatch._fit import checks
+from macrobatch._fit import checks, finite_checks
 from macrobatch._keras.report import overrides
 from macrobatch._own_steps import checks as step_checks
 from macrobatch._own_steps import tracing
@@ -113,9 +113,11 @@ class OwnStep:
         return function(micro_batch)
 
 
-def check(model: Any, cut: Cut, of_whole_batch: bool) -> None:
+def check(model: Any, cut: Cut, of_whole_batch: bool, nonfinite: str) -> None:
     """Raises for settings that a train step of a model's own does not go with."""
     if overrides(model, "train_step"):
+        if nonfinite != "propagate":
+            raise ValueError(finite_checks.own_train_step(nonfinite))
         step_checks.no_whole_batch_loss(of_whole_batch)
         strategy = _internals.strategy_of(model)
         step_checks.one_device(1 if strategy is None else strategy.num_replicas_in_sync)

@@ -13,6 +13,7 @@ from macrobatch._batches import checks as batch_checks
 from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
 from macrobatch._fit import build, checks, padding
+from macrobatch._fit.guard import Guard
 from macrobatch._keras import checks as keras_checks
 from macrobatch._keras import model as models
 from macrobatch._keras import probes, report
@@ -31,6 +32,7 @@ class Steps:
     Attributes:
         model, cut, micro_batch_weight: what the user gave.
         strategy: in whose scope the model was made, or None.
+        guard: what keeps numbers that are not finite from being written, if asked for.
         padding: what is known of padding, in testing and in training.
         first_batch: the number of examples in the first batch of a fit.
         begun: how many batches have begun to write, where a batch may be run again.
@@ -38,12 +40,19 @@ class Steps:
         shows_size: whether the size of micro-batches shows in the update; None if not yet known.
     """
 
-    def __init__(self, model: Any, cut: Cut, micro_batch_weight: Optional[Callable[..., Any]]):
+    def __init__(
+        self,
+        model: Any,
+        cut: Cut,
+        micro_batch_weight: Optional[Callable[..., Any]],
+        nonfinite: str = "propagate",
+    ):
         probes.probe()
         self.model = model
         self.cut = cut
         self.micro_batch_weight = micro_batch_weight
         self.strategy = _internals.strategy_of(model)
+        self.guard = Guard(nonfinite, self.strategy)
         self.padding = padding.Padding(cut, self.strategy)
         self.first_batch = replicas.variable(
             self.strategy, [], tf.int32, "first_batch", summed=False
@@ -93,11 +102,17 @@ class Steps:
         gradients = [sums.merge_rows(sums.add(*pair)) for pair in zip(gradients, penalties)]
         if self.is_rehearsal:
             return self._rehearsed((gradients, part))
-        with self._writing((gradients, part)):
-            logs = self._finish(model, part, penalty, logs, micro_batches.examples)
+        told = self._told(model, part, penalty, logs, micro_batches.examples)
+
+        def write() -> None:
+            told.write()
+            model.written.write(part.written[1:], part.moments)
             self._remember(whole.examples)
             self._update(model.trained, gradients)
-        return replicas.for_reduction(logs)
+
+        with self._writing((gradients, part)):
+            outcome = self.guard.write(gradients, list(told.values), write)
+        return replicas.for_reduction({**told.logs, **outcome})
 
     def test_step(self, data: Any) -> Logs:
         """Reports the loss and the metrics of the whole batch."""
@@ -110,9 +125,11 @@ class Steps:
 
         penalty = model.regularization()
         part = self._run(step, model, micro_batches)
+        told = self._told(model, part, penalty, part.latest, micro_batches.examples)
         with self._writing(part):
-            logs = self._finish(model, part, penalty, part.latest, micro_batches.examples)
-        return replicas.for_reduction(logs)
+            told.write()
+            model.written.write(part.written[1:], part.moments)
+        return replicas.for_reduction(told.logs)
 
     def rehearse(self, data: Any) -> Any:
         """What a train step does with a batch, up to where it would write. Outside of replicas."""
@@ -139,6 +156,8 @@ class Steps:
         model = self.model
         self.check_scope()
         tensorflow_checks.optimizer(model.optimizer)
+        if training:
+            self.guard.start(model.optimizer)
         checks.splittable_layers(_internals.layers_of(model))
         checks.no_overwriting_variables(model.trainable_weights)
         batch = graph.to_tensors(keras.utils.unpack_x_y_sample_weight(data))
@@ -212,6 +231,7 @@ class Steps:
             names = [layer.name for layer in model.written.normalizing]
             meeting = [name for name in meeting if name in names]
         if meeting:
+            self.guard.check_replicas(meeting)
             loop_checks.not_synchronized(self.cut.tokens, self.cut.chosen, meeting)
         return meeting
 
@@ -240,17 +260,13 @@ class Steps:
             gradients = [sums.add(*pair) for pair in zip(gradients, own)]
         return gradients
 
-    def _finish(
+    def _told(
         self, model: ModelStep, part: Part, penalty: Tensor, logs: Logs, examples: Size
-    ) -> Logs:
-        """Writes what the batch has left in variables, and returns its logs."""
+    ) -> report.Told:
+        """What Keras is told of the batch."""
         numerators = part.sums[len(part.sums) - len(model.terms) :]
         written = part.written[1:]
-        logs = report.finish(
-            model, penalty, numerators, part.counts, written, logs, examples, ENGINE
-        )
-        model.written.write(written, part.moments)
-        return logs
+        return report.told(model, penalty, numerators, part.counts, written, logs, examples, ENGINE)
 
     def _loss_scale(self, trained: List[Any]) -> Any:
         optimizer = self.model.optimizer

@@ -41,11 +41,15 @@ class WholeBatchSteps(Steps):
         gradients = [sums.merge_rows(gradient) for gradient in gradients]
         if self.is_rehearsal:
             return self._rehearsed((gradients, passes.part, found))
-        with self._writing((gradients, passes.part, found)):
+
+        def write() -> None:
             model.write(passes.part.written, passes.part.moments, found.result)
             self._remember(whole.examples)
             self._update(model.trained, gradients)
-        return replicas.for_reduction(found.result.logs)
+
+        with self._writing((gradients, passes.part, found)):
+            outcome = self.guard.write(gradients, [found.result.loss], write)
+        return replicas.for_reduction({**found.result.logs, **outcome})
 
     def test_step(self, data: Any) -> Logs:
         """Reports the loss and the metrics of the whole batch: one pass is enough."""

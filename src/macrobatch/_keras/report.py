@@ -1,6 +1,6 @@
 """What Keras is told of a batch: reported losses, metrics and logs, over all replicas."""
 
-from typing import Any, List, NamedTuple, Optional, Sequence
+from typing import Any, List, NamedTuple, Optional, Sequence, Tuple
 
 import keras
 from keras import ops
@@ -10,7 +10,7 @@ from macrobatch._checks import warn_once
 from macrobatch._keras import checks
 from macrobatch._keras.losses import Count, Term
 from macrobatch._keras.scope import Scope, shared
-from macrobatch._types import Engine, Logs, Size, Tensor
+from macrobatch._types import Engine, Logs, Size, Tensor, Variable
 
 
 class Reported(NamedTuple):
@@ -18,6 +18,25 @@ class Reported(NamedTuple):
 
     loss: Tensor
     terms: List[Tensor]
+
+
+class Told(NamedTuple):
+    """What Keras is told of a batch.
+
+    Attributes:
+        logs: those of the whole batch.
+        values: the reported values.
+        states: the variables of the metrics of losses, and what they are after the batch.
+    """
+
+    logs: Logs
+    values: Reported
+    states: List[Tuple[Variable, Tensor]]
+
+    def write(self) -> None:
+        """Updates the metrics of the losses."""
+        for variable, value in self.states:
+            variable.assign(value)
 
 
 def values_of(
@@ -57,7 +76,7 @@ def update_trackers(step: Any, values: Reported, examples: Size) -> None:
             metric.update_state(value, sample_weight=examples if known else None)
 
 
-def finish(
+def told(
     step: Any,
     penalty: Tensor,
     numerators: Sequence[Tensor],
@@ -66,8 +85,8 @@ def finish(
     logs: Logs,
     examples: Size,
     engine: Engine,
-) -> Logs:
-    """Updates the metrics of the losses, and returns the logs of the whole batch.
+) -> Told:
+    """What to tell Keras of the whole batch. No variable is written.
 
     Args:
         step: the step of the model, after its last run.
@@ -98,9 +117,8 @@ def finish(
             results = model.get_metrics_result()
         for message in checks.logs_of_one_replica(set(logs) - set(results)):
             warn_once(model, message)
-    for variable, value in zip(of_trackers, found):
-        variable.assign(value)
-    return {name: results.get(name, value) for name, value in logs.items()}
+    logs = {name: results.get(name, value) for name, value in logs.items()}
+    return Told(logs, values, list(zip(of_trackers, found)))
 
 
 def overrides(model: Any, method: str) -> bool:

@@ -2,7 +2,7 @@
 joined.
 """
 
-from typing import Any, List, NamedTuple
+from typing import Any, List, NamedTuple, Sequence
 
 import tensorflow as tf
 
@@ -71,6 +71,18 @@ def permuted(leaf: Tensor, rows: Tensor) -> Tensor:
     if isinstance(leaf, tf.SparseTensor):
         return _reordered(leaf, tf.math.invert_permutation(rows))
     return tf.gather(leaf, rows)
+
+
+def selected(leaf: Tensor, rows: Sequence[int]) -> Tensor:
+    """The leaf with some of its rows: of a sparse tensor each at most once, in their order."""
+    if not isinstance(leaf, tf.SparseTensor):
+        return tf.gather(leaf, tf.constant(rows, tf.int32, [len(rows)]))
+    is_there = tf.reduce_any(tf.equal(leaf.indices[:, :1], tf.constant([rows], tf.int64)), 1)
+    some = tf.sparse.retain(leaf, is_there)
+    places = tf.searchsorted(tf.constant(rows, tf.int64, [len(rows)]), some.indices[:, 0])
+    indices = tf.concat([tf.cast(places, tf.int64)[:, None], some.indices[:, 1:]], 1)
+    shape = tf.concat([[tf.constant(len(rows), tf.int64)], leaf.dense_shape[1:]], 0)
+    return tf.SparseTensor(indices, some.values, shape)
 
 
 def _reordered(tensor: tf.SparseTensor, places: Tensor) -> tf.SparseTensor:

@@ -57,6 +57,24 @@ def run(strategy: Any, function: Callable[[], Any]) -> Any:
     return strategy.experimental_run_v2(function)  # TensorFlow 1.14
 
 
+def only_if(condition: Any, function: Callable[[], Any]) -> None:
+    """Calls a function, now or when the graph runs, if a condition holds on all replicas alike."""
+    if tf.executing_eagerly() or not in_several():
+        graph.when(condition, function)
+        return
+
+    def call(function: Callable[[], Any]) -> None:
+        function()
+
+    def merged(strategy: Any, conditions: Any, functions: Any) -> None:
+        # Replicas cannot meet in a branch of their own, but they can in a branch around them all.
+        agreed = strategy.experimental_local_results(conditions)[0]
+        keep = tf.autograph.experimental.do_not_convert
+        graph.when(agreed, lambda: strategy.run(keep(call), args=(functions,)))
+
+    tf.distribute.get_replica_context().merge_call(merged, args=(condition, function))
+
+
 def once(function: Callable[[], Any]) -> None:
     """Calls a function once, even where each replica is about to."""
     if in_replica():

@@ -5,17 +5,9 @@ from typing import Any, List, Optional, Sequence
 
 import tensorflow as tf
 
-from macrobatch import _internals
 from macrobatch._checks import shown
 from macrobatch._tensorflow import checks
 from macrobatch._types import Check, Gradient, Tensor, Variable
-
-
-def one_of(name: str, value: Any, options: Sequence[str]) -> Any:
-    """Returns `value`, if it is one of the options."""
-    if value not in options:
-        raise ValueError(f"{name} must be one of {list(options)}. Received: {name}={value!r}.")
-    return value
 
 
 def steps(value: Any) -> Optional[int]:
@@ -48,22 +40,7 @@ def applies_gradients(value: Any, nonfinite: str) -> None:
             f"tf.compat.v1.train have. Received: {shown(value)}."
         )
     checks.optimizer(value)
-    scaled = any(_has_dynamic_scale(each) for each in _internals.with_inner_optimizers(value))
-    if nonfinite == "skip" and scaled:
-        raise ValueError(
-            'nonfinite="skip" would hide from the optimizer the overflows that its dynamic loss '
-            f'scale reacts to. Received: nonfinite="skip" with {type(value).__name__}. '
-            'Use nonfinite="propagate": the optimizer then skips the window and lowers the scale.'
-        )
-
-
-def _has_dynamic_scale(value: Any) -> bool:
-    if not any("LossScaleOptimizer" in each.__name__ for each in type(value).__mro__):
-        return False
-    # Up to TensorFlow 2.3 and in tf.compat.v1 the scale is an object.
-    scale = getattr(value, "loss_scale", getattr(value, "_loss_scale", None))
-    fixed = type(scale).__name__ == "FixedLossScale"
-    return bool(getattr(value, "dynamic", not fixed))
+    checks.sees_overflows(value, nonfinite, "window")
 
 
 def known_shapes(variables: Sequence[Variable]) -> None:
