@@ -82,6 +82,7 @@ def check(build, data, clean, bad=BAD, cut=SKIP, scope=None, mode="graph", epoch
         **MODES[mode],
     )
     assert history.pop("skipped_examples") == [len(bad)] * epochs
+    history.pop("micro_batch_size", None)
     assert_ended(ended(plain), model)
     assert_same_history(expected, history)
     return model
@@ -103,6 +104,13 @@ def adam():
 
 
 # Skipped
+
+
+def test_sizes_that_are_found(quiet):
+    """Each run of a batch, or of a part of it, may be run again in smaller micro-batches."""
+    cut = {"micro_batch_size": "auto", "nonfinite": "skip"}
+    model = check(mlp, (with_bad(X), Y), (X, Y), cut=cut, optimizer=adam)
+    assert settings_of(model)["nonfinite"] == "skip"
 
 
 @each_mode
