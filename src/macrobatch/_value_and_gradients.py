@@ -4,7 +4,7 @@ from typing import Any, Callable, List, Optional, Tuple
 
 import tensorflow as tf
 
-from macrobatch import _internals
+from macrobatch import _internals, _noise
 from macrobatch._batches import checks as batch_checks
 from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
@@ -35,6 +35,7 @@ def value_and_gradients(
     lengths: Optional[Callable[[Any], Any]] = None,
     has_aux: bool = False,
     forward: Optional[Callable[[Any], Any]] = None,
+    noise_scale: Optional[_noise.NoiseScale] = None,
 ) -> Tuple[Any, Any]:
     """The loss of a whole batch and its gradients, in the memory of a micro-batch.
 
@@ -100,6 +101,9 @@ def value_and_gradients(
             `aux` comes back as it is. On replicas, outputs and batch are those of all of them.
             Random numbers must be drawn from seeds, as layers and `keras.random` do: `forward`
             must come to the same both times, or is refused.
+        noise_scale: a `macrobatch.GradientNoiseScale()`, made once before the loop, that measures
+            the gradient noise scale of these batches. Not with `forward`, with `sequence_axis` or
+            inside `strategy.run`.
 
     Returns:
         `(loss, gradients)`, or `((loss, aux), gradients)`. The gradients have the structure of
@@ -141,7 +145,13 @@ def value_and_gradients(
     loss_fns.checked(loss_fn, forward is not None)
     if forward is not None:
         loss_fns.checked_forward(forward)
-    return _value_and_gradients(loss_fn, variables, batch, cut, has_aux, forward, status)
+    if noise_scale is not None:
+        _noise.checked(noise_scale)
+        _noise.whole_gradient(forward is not None, replicas.in_several())
+        _noise.in_any_order(sequence_axis)
+    return _value_and_gradients(
+        loss_fn, variables, batch, cut, has_aux, forward, status, noise_scale
+    )
 
 
 # Only `loss_fn` may need to be converted; this code does not, and it takes a while.
@@ -154,6 +164,7 @@ def _value_and_gradients(
     has_aux: bool,
     forward: Optional[Callable[[Any], Any]],
     status: Any,
+    noise_scale: Optional[_noise.NoiseScale],
 ) -> Tuple[Any, Any]:
     trained = [checks.variable(variable) for variable in tf.nest.flatten(variables)]
     checks.no_variables(trained)
@@ -178,6 +189,7 @@ def _value_and_gradients(
         found = tf.nest.pack_sequence_as(variables, found)
         return ((loss, aux) if has_aux else loss), found
     written = Written([], trained, ENGINE)
+    noise = None if noise_scale is None else noise_scale.meter().start(examples)
 
     def step(micro_batch: Batch, values: Any, counts: Any, how: How) -> Part:
         scale, *own = values
@@ -199,8 +211,12 @@ def _value_and_gradients(
         if mean.may_be_empty:
             there = tf.not_equal(mean.denominator, 0)
             of_numerator = [sums.scaled(sums.widened(g), there) for g in of_numerator]
+        measured = []
+        if noise is not None:
+            of_both = [of_numerator, of_denominator]
+            measured = noise.of_micro_batch(of_both, ENGINE.examples(micro_batch))
         return Part(
-            [numerator, denominator, *of_numerator, *of_denominator],
+            [numerator, denominator, *of_numerator, *of_denominator, *measured],
             written=[scale, *result.written],
             moments=result.moments,
             aux=aux,
@@ -256,6 +272,9 @@ def _value_and_gradients(
         (loss, found, part), lambda: tried_loss.check(batch, examples, cut)
     ) as waiting:
         written.write(part.written[1:], part.moments)
+        if noise is not None:
+            noise.look(found)
+            noise.finish(part.sums[-2:], [factor, -loss * factor])
         found = waiting(found)
     found = tf.nest.pack_sequence_as(variables, found)
     return ((loss, part.aux) if has_aux else loss), found

@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, List, Optional, Tuple
 import keras
 import tensorflow as tf
 
-from macrobatch import _checks, _internals
+from macrobatch import _checks, _internals, _noise
 from macrobatch._batches import checks as batch_checks
 from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
@@ -32,6 +32,7 @@ class Steps:
         strategy: in whose scope the model was made, or None.
         padding: what is known of padding, in testing and in training.
         first_batch: the number of examples in the first batch of a fit.
+        noise: what measures the gradient noise scale, if anything does.
     """
 
     def __init__(self, model: Any, cut: Cut, micro_batch_weight: Optional[Callable[..., Any]]):
@@ -48,6 +49,7 @@ class Steps:
         self._has_run = False
         # In eager mode on replicas, the latest part of each kind of batch, and its step.
         self._latest: Dict[Any, Tuple[Part, ModelStep]] = {}
+        self.noise: Optional[_noise.Meter] = None
 
     def train_step(self, data: Any) -> Logs:
         """Makes the update that the whole batch would have made; a replica has a part of it."""
@@ -59,6 +61,7 @@ class Steps:
             penalty = model.regularization()
             scaled_penalty = penalty * scale / replicas.count()  # this replica's part of it
         penalties = tape.gradient(scaled_penalty, weights)
+        noise = None if self.noise is None else self.noise.start(whole.examples)
 
         def step(micro_batch: Batch, values: Any, counts: Optional[Tensor], how: How) -> Part:
             known = whole._replace(counts=counts)
@@ -66,12 +69,18 @@ class Steps:
             with tf.GradientTape(persistent=counts is None) as tape:
                 outcome = model(micro_batch, values, known, *how)
                 scaled = [loss * tf.cast(scale, loss.dtype) for loss in outcome.losses]
-            gradients = [g for loss in scaled for g in gradients_of(tape, loss, weights)]
-            if outcome.is_there is not None:
-                gradients = [sums.scaled(sums.widened(g), outcome.is_there) for g in gradients]
+            of_losses = [gradients_of(tape, loss, weights) for loss in scaled]
+            there = outcome.is_there
+            if there is not None:
+                of_losses = [
+                    [sums.scaled(sums.widened(g), there) for g in own] for own in of_losses
+                ]
             latest = outcome.logs, known.guesses if counts is None else []
+            measured = []
+            if noise is not None:
+                measured = noise.of_micro_batch(of_losses, ENGINE.examples(micro_batch))
             return Part(
-                [*gradients, *outcome.reported],
+                [*(g for own in of_losses for g in own), *measured, *outcome.reported],
                 outcome.counts,
                 outcome.written,
                 outcome.moments,
@@ -80,12 +89,19 @@ class Steps:
 
         part = self._run(step, model, micro_batches)
         logs, guesses = part.latest
-        gradients = self._gradients(part, guesses, model)
+        factors = self._factors(part, guesses, model)
+        gradients = self._gradients(part, factors, model)
         gradients = [sums.merge_rows(sums.add(*pair)) for pair in zip(gradients, penalties)]
         with after((gradients, part)):
             logs = self._finish(model, part, penalty, logs, micro_batches.examples)
             self._remember(whole.examples)
-            self._update(model.trained, gradients)
+            if noise is None:
+                self._update(model.trained, gradients)
+            else:
+                of_all = [sums.scaled(each, float(replicas.count())) for each in penalties]
+                self._update(model.trained, gradients, lambda found: noise.look(found, of_all))
+                place = len(model.trained) * (1 + len(factors))
+                logs.update(noise.finish(part.sums[place : place + 2], [1.0, *factors], scale))
         return replicas.for_reduction(logs)
 
     def test_step(self, data: Any) -> Logs:
@@ -189,19 +205,26 @@ class Steps:
         for message in [*model.inexact, *written]:
             _checks.warn_once(self.model, message)
 
-    def _gradients(self, part: Part, guesses: List[Tensor], model: ModelStep) -> List[Gradient]:
-        """The gradients of the whole batch, or this replica's part of them."""
-        count = len(model.trained)
-        gradients = part.sums[:count]
+    def _factors(self, part: Part, guesses: List[Tensor], model: ModelStep) -> List[Tensor]:
+        """How much the gradients count that belong to counts, if they were not known before."""
         if not tf.executing_eagerly() or not part.counts:
-            return gradients
-        # The counts were not known before, so each has gradients of its own.
+            return []
+        factors = []
         for place, whole in enumerate(replicas.total_counts(part.counts)):
             padding = model.counts[place].padding if model.counts else 0.0
             factor = tf.math.divide_no_nan(
                 tf.cast(guesses[place], whole.dtype), whole + tf.cast(padding, whole.dtype)
             )
-            own = part.sums[count * (1 + place) : count * (2 + place)]
+            factors.append(factor)
+        return factors
+
+    def _gradients(self, part: Part, factors: List[Tensor], model: ModelStep) -> List[Gradient]:
+        """The gradients of the whole batch, or this replica's part of them."""
+        count = len(model.trained)
+        gradients = part.sums[:count]
+        # Counts that were not known before have gradients of their own.
+        for place, factor in enumerate(factors, 1):
+            own = part.sums[count * place : count * (place + 1)]
             own = [sums.scaled(gradient, factor) for gradient in own]
             gradients = [sums.add(*pair) for pair in zip(gradients, own)]
         return gradients
@@ -227,13 +250,18 @@ class Steps:
             tensorflow_checks.optimizer(optimizer)  # a MultiOptimizer knows its parts only now
         return optimizer.scale_loss(tf.ones([], keras.config.floatx()))
 
-    def _update(self, variables: List[Any], gradients: List[Gradient]) -> None:
+    def _update(
+        self,
+        variables: List[Any],
+        gradients: List[Gradient],
+        look: Optional[Callable[[List[Gradient]], None]] = None,
+    ) -> None:
         if not variables:
             _checks.warn("The model does not have any trainable weights.")
             return
 
         def apply(gradients: List[Gradient]) -> None:
-            update.apply_gradients(self.model.optimizer, gradients, variables)
+            update.apply_gradients(self.model.optimizer, gradients, variables, look)
 
         if self.compiles_steps():
             tf.function(apply, autograph=False, jit_compile=True)(gradients)
