@@ -29,7 +29,7 @@ def test_the_pair_has_no_bias(sizes):
     gradients = np.stack([each.mean(1) for each in drawn])
     whole = np.tensordot(weights, gradients, 1)
     apart = np.tensordot(weights, (gradients**2).sum(2), 1)
-    squared = [(value**2).sum(1) for value in (whole, whole + [1, 0])]
+    squared = [(value**2).sum(1) for value in (whole, whole + np.array([1, 0]))]
     found = np.stack(pair(of(len(sizes), sum(sizes), apart, *squared)))
     mean, error = found.mean(1), found.std(1) / math.sqrt(updates)
     assert (error < [0.5, 0.3]).all()

@@ -25,8 +25,8 @@ from keras import ops
 from macrobatch._types import Logs, Tensor
 
 # What is known after some updates, in one vector: how many there were, the latest norm of the
-# gradient, the most examples of a batch, and exponential averages of 1, noise and signal, from 0 on.
-# The average of 1 tells how much of the averages there is.
+# gradient, the most examples of a batch, and exponential averages of 1, noise and signal, which
+# start with 0. The average of 1 tells how much of the averages there is.
 SIZE = 6
 
 
