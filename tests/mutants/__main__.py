@@ -18,6 +18,7 @@ from typing import List
 import fit
 import loops
 import meeting
+import noise
 import replicas
 import sequences
 import steps
@@ -28,7 +29,7 @@ from mutant import Mutant
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
-ROOMS = (fit, loops, windows, replicas, sequences, meeting, whole_batch, steps, verify)
+ROOMS = (fit, loops, windows, replicas, sequences, meeting, whole_batch, steps, verify, noise)
 ALL = [mutant for room in ROOMS for mutant in room.MUTANTS]
 TIMEOUT = 300  # replicas that disagree may wait for each other for ever
 
