@@ -10,6 +10,7 @@ The ways in, one file each:
     _gradient_accumulator        GradientAccumulator: micro-batches that arrive one by one
     _verify                      verify: is it exact for this model and this batch, and if not, why
     _plan                        find_micro_batch_size: which size fits, and which is fastest
+    _gradient_noise_scale        GradientNoiseScale: is a larger batch worth it
 
 The rooms, in the order of the data flow. A room imports only from those above it:
 
@@ -17,6 +18,7 @@ The rooms, in the order of the data flow. A room imports only from those above i
     _batches                     batch -> micro-batches, in order or by length
     _keras                       model, loss and metrics of a micro-batch, from values to values
     _tensorflow                  the engine: graph, sums, the loop, replicas, the update
+    _noise                       the gradient noise scale: what is measured of an update
     _meeting                     whether examples meet, tried with some of a batch
     _sizes                       sizes that are found: limits, peaks, the search, files
     _own_steps                   a step that a model brings itself, on gradients of the whole batch
@@ -37,6 +39,7 @@ if _TYPE_CHECKING:
     from macrobatch._accumulate import accumulate, release
     from macrobatch._checks import ExactnessWarning
     from macrobatch._gradient_accumulator import GradientAccumulator
+    from macrobatch._gradient_noise_scale import GradientNoiseScale
     from macrobatch._plan.find import find_micro_batch_size
     from macrobatch._value_and_gradients import value_and_gradients
     from macrobatch._verify.verify import verify
@@ -47,6 +50,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ExactnessWarning",
     "GradientAccumulator",
+    "GradientNoiseScale",
     "accumulate",
     "find_micro_batch_size",
     "release",
@@ -58,6 +62,7 @@ __all__ = [
 _ROOMS = {
     "ExactnessWarning": "_checks",
     "GradientAccumulator": "_gradient_accumulator",
+    "GradientNoiseScale": "_gradient_noise_scale",
     "accumulate": "_accumulate",
     "find_micro_batch_size": "_plan.find",
     "release": "_accumulate",

@@ -4,7 +4,7 @@ from typing import Any, Callable, List, Optional, Tuple, Union
 
 import tensorflow as tf
 
-from macrobatch import _internals
+from macrobatch import _internals, _noise
 from macrobatch._batches import checks as batch_checks
 from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
@@ -38,6 +38,7 @@ def value_and_gradients(
     has_aux: bool = False,
     forward: Optional[Callable[[Any], Any]] = None,
     memory_limit: Union[int, float, str, None] = None,
+    noise_scale: Optional[_noise.NoiseScale] = None,
 ) -> Tuple[Any, Any]:
     """The loss of a whole batch and its gradients, in the memory of a micro-batch.
 
@@ -109,6 +110,9 @@ def value_and_gradients(
         memory_limit: with "auto", how much memory the process may take: "6GiB", bytes, or a
             fraction of what is there. With it, and on a CPU, sizes grow from call to call, outside
             of a `tf.function`. Inside, the size is what such calls have found.
+        noise_scale: a `macrobatch.GradientNoiseScale()`, made once before the loop, that measures
+            the gradient noise scale of these batches. Not with `forward`, with `sequence_axis` or
+            inside `strategy.run`.
 
     Returns:
         `(loss, gradients)`, or `((loss, aux), gradients)`. The gradients have the structure of
@@ -154,7 +158,11 @@ def value_and_gradients(
     loss_fns.checked(loss_fn, forward is not None)
     if forward is not None:
         loss_fns.checked_forward(forward)
-    arguments = (loss_fn, variables, batch, cut, has_aux, forward, status)
+    if noise_scale is not None:
+        _noise.checked(noise_scale)
+        _noise.whole_gradient(forward is not None, replicas.in_several())
+        _noise.in_any_order(sequence_axis)
+    arguments = (loss_fn, variables, batch, cut, has_aux, forward, status, noise_scale)
     if batch_checks.AUTO in sizes:
         return _with_auto_size(arguments, sizes[1] == batch_checks.AUTO, memory_limit)
     return _value_and_gradients(*arguments)
@@ -162,14 +170,14 @@ def value_and_gradients(
 
 @tf.autograph.experimental.do_not_convert
 def _with_auto_size(arguments: Any, in_tokens: bool, memory_limit: Any) -> Tuple[Any, Any]:
-    loss_fn, variables, batch, cut, has_aux, forward, status = arguments
+    loss_fn, variables, batch, cut, has_aux, forward, *rest = arguments
     batch, examples = in_order.checked(
         graph.to_tensors(batch), ENGINE, may_be_empty=replicas.in_several()
     )
     cut = cut._replace(size=None, tokens=None)
 
     def compute(cut: Cut) -> Tuple[Any, Any]:
-        return _value_and_gradients(loss_fn, variables, batch, cut, has_aux, forward, status)
+        return _value_and_gradients(loss_fn, variables, batch, cut, has_aux, forward, *rest)
 
     function = loss_fn if forward is None else forward
     trained = tf.nest.flatten(variables)
@@ -188,6 +196,7 @@ def _value_and_gradients(
     has_aux: bool,
     forward: Optional[Callable[[Any], Any]],
     status: Any,
+    noise_scale: Optional[_noise.NoiseScale],
 ) -> Tuple[Any, Any]:
     trained = [checks.variable(variable) for variable in tf.nest.flatten(variables)]
     checks.no_variables(trained)
@@ -212,6 +221,7 @@ def _value_and_gradients(
         found = tf.nest.pack_sequence_as(variables, found)
         return ((loss, aux) if has_aux else loss), found
     written = Written([], trained, ENGINE)
+    noise = None if noise_scale is None else noise_scale.meter().start(examples)
 
     def step(micro_batch: Batch, values: Any, counts: Any, how: How) -> Part:
         scale, *own = values
@@ -233,8 +243,12 @@ def _value_and_gradients(
         if mean.may_be_empty:
             there = tf.not_equal(mean.denominator, 0)
             of_numerator = [sums.scaled(sums.widened(g), there) for g in of_numerator]
+        measured = []
+        if noise is not None:
+            of_both = [of_numerator, of_denominator]
+            measured = noise.of_micro_batch(of_both, ENGINE.examples(micro_batch))
         return Part(
-            [numerator, denominator, *of_numerator, *of_denominator],
+            [numerator, denominator, *of_numerator, *of_denominator, *measured],
             written=[scale, *result.written],
             moments=result.moments,
             aux=aux,
@@ -290,6 +304,9 @@ def _value_and_gradients(
         (loss, found, part), lambda: tried_loss.check(batch, examples, cut)
     ) as waiting:
         written.write(part.written[1:], part.moments)
+        if noise is not None:
+            noise.look(found)
+            noise.finish(part.sums[-2:], [factor, -loss * factor])
         found = waiting(found)
     found = tf.nest.pack_sequence_as(variables, found)
     return ((loss, part.aux) if has_aux else loss), found

@@ -18,6 +18,7 @@ from typing import List
 import fit
 import loops
 import meeting
+import noise
 import nonfinite
 import plan
 import replicas
@@ -33,7 +34,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
 ROOMS = (
     *(fit, loops, windows, replicas, sequences, meeting, whole_batch, steps, nonfinite, verify),
-    *(sizes, plan),
+    *(sizes, plan, noise),
 )
 ALL = [mutant for room in ROOMS for mutant in room.MUTANTS]
 TIMEOUT = 300  # replicas that disagree may wait for each other for ever

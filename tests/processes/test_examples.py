@@ -94,6 +94,7 @@ def blocks_of(page):
         "docs/scaling.md",
         "docs/coupled-losses.md",
         "docs/examples-that-meet.md",
+        "docs/noise-scale.md",
         "docs/train-steps.md",
         "docs/not-finite.md",
         "docs/verify.md",

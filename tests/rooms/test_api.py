@@ -5,6 +5,7 @@ def test_public_names():
     assert sorted(macrobatch.__all__) == [
         "ExactnessWarning",
         "GradientAccumulator",
+        "GradientNoiseScale",
         "accumulate",
         "find_micro_batch_size",
         "release",

@@ -6,7 +6,13 @@ import subprocess
 import sys
 
 HERE = pathlib.Path(__file__).parent
-TESTS = ["test_terms.py", "test_moments.py", "test_model_step.py", "test_meeting.py"]
+TESTS = [
+    "test_terms.py",
+    "test_moments.py",
+    "test_model_step.py",
+    "test_meeting.py",
+    "test_noise.py",
+]
 
 RUN = """
 import sys

@@ -80,6 +80,22 @@ def no_overwriting_variables(variables: Iterable[Any]) -> None:
             )
 
 
+def can_be_measured(has_own_step: bool, sees_whole_batch: bool) -> None:
+    """Raises for a model of whose gradients the noise scale cannot be measured."""
+    if has_own_step:
+        raise ValueError(
+            "GradientNoiseScale measures the steps of macrobatch. Received: a model with a "
+            "train_step of its own. In that step, call macrobatch.value_and_gradients with "
+            "noise_scale=, without macrobatch.accumulate, or leave the callback out."
+        )
+    if sees_whole_batch:
+        raise ValueError(
+            "The gradient noise scale is that of a loss that is a mean over examples. Received: a "
+            "model with whole_batch_loss=True, whose loss may compare examples with each other, so "
+            "that no example has a gradient of its own. Leave the callback out."
+        )
+
+
 def no_accumulation(examples: int, micro_batch_size: int, replicas: int) -> str:
     """What to say of a batch that is a single micro-batch on each replica."""
     of_each = "" if replicas == 1 else f" on {replicas} replicas"

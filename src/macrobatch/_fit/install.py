@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, Iterator, Optional
 import keras
 import tensorflow as tf
 
-from macrobatch import _checks, _internals
+from macrobatch import _checks, _internals, _noise
 from macrobatch._batches.cut import Cut
 from macrobatch._fit import build, checks, own
 from macrobatch._fit.attempts import Attempt, OneByOne, nested
@@ -105,6 +105,16 @@ class Accumulation(Steps):
         if tests:
             model.make_test_function()
 
+    def measure(self, noise: Optional[_noise.Meter]) -> None:
+        """Measures the gradient noise scale from the next batch on, or no more."""
+        if noise is not None:
+            checks.can_be_measured("train_step" in self._own, not self.tries_losses)
+            _noise.in_any_order(self.cut.axis)
+        self.noise = noise
+        self._latest.clear()
+        self.model.train_function = None
+        self.model.make_train_function()
+
     def own_train_step(self, data: Any) -> Any:
         """The model's own, on gradients of the whole batch."""
         step = self._own["train_step"]
@@ -191,6 +201,10 @@ class Accumulation(Steps):
 
     def make_train_function(self, force: bool = False) -> Any:
         """As Keras', which calls it once at the start of a fit."""
+        if self.noise is not None and self.model.train_function is not None:
+            # A fit that measured was interrupted, and this is another one.
+            self.noise = self.model.train_function = None
+            self._latest.clear()
         self.first_batch.assign(0)
         self.looks = True
         self._build_optimizer()

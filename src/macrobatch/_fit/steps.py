@@ -8,7 +8,7 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 import keras
 import tensorflow as tf
 
-from macrobatch import _checks, _internals
+from macrobatch import _checks, _internals, _noise
 from macrobatch._batches import checks as batch_checks
 from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
@@ -38,6 +38,7 @@ class Steps:
         begun: how many batches have begun to write, where a batch may be run again.
         is_rehearsal: whether steps are traced, or run, up to where they would write.
         shows_size: whether the size of micro-batches shows in the update; None if not yet known.
+        noise: what measures the gradient noise scale, if anything does.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Steps:
         self._has_run = False
         # In eager mode on replicas, the latest part of each kind of batch, and its step.
         self._latest: Dict[Any, Tuple[Part, ModelStep]] = {}
+        self.noise: Optional[_noise.Meter] = None
 
     def train_step(self, data: Any) -> Logs:
         """Makes the update that the whole batch would have made; a replica has a part of it."""
@@ -77,6 +79,7 @@ class Steps:
             penalty = model.regularization()
             scaled_penalty = penalty * scale / replicas.count()  # this replica's part of it
         penalties = tape.gradient(scaled_penalty, weights)
+        noise = None if self.noise is None else self.noise.start(whole.examples)
 
         def step(micro_batch: Batch, values: Any, counts: Optional[Tensor], how: How) -> Part:
             known = whole._replace(counts=counts)
@@ -84,12 +87,18 @@ class Steps:
             with tf.GradientTape(persistent=counts is None) as tape:
                 outcome = model(micro_batch, values, known, *how)
                 scaled = [loss * tf.cast(scale, loss.dtype) for loss in outcome.losses]
-            gradients = [g for loss in scaled for g in gradients_of(tape, loss, weights)]
-            if outcome.is_there is not None:
-                gradients = [sums.scaled(sums.widened(g), outcome.is_there) for g in gradients]
+            of_losses = [gradients_of(tape, loss, weights) for loss in scaled]
+            there = outcome.is_there
+            if there is not None:
+                of_losses = [
+                    [sums.scaled(sums.widened(g), there) for g in own] for own in of_losses
+                ]
             latest = outcome.logs, known.guesses if counts is None else []
+            measured = []
+            if noise is not None:
+                measured = noise.of_micro_batch(of_losses, ENGINE.examples(micro_batch))
             return Part(
-                [*gradients, *outcome.reported],
+                [*(g for own in of_losses for g in own), *measured, *outcome.reported],
                 outcome.counts,
                 outcome.written,
                 outcome.moments,
@@ -98,7 +107,8 @@ class Steps:
 
         part = self._run(step, model, micro_batches)
         logs, guesses = part.latest
-        gradients = self._gradients(part, guesses, model)
+        factors = self._factors(part, guesses, model)
+        gradients = self._gradients(part, factors, model)
         gradients = [sums.merge_rows(sums.add(*pair)) for pair in zip(gradients, penalties)]
         if self.is_rehearsal:
             return self._rehearsed((gradients, part))
@@ -108,11 +118,18 @@ class Steps:
             told.write()
             model.written.write(part.written[1:], part.moments)
             self._remember(whole.examples)
-            self._update(model.trained, gradients)
+            if noise is None:
+                self._update(model.trained, gradients)
+            else:
+                of_all = [sums.scaled(each, float(replicas.count())) for each in penalties]
+                self._update(model.trained, gradients, lambda found: noise.look(found, of_all))
+                place = len(model.trained) * (1 + len(factors))
+                noise.finish(part.sums[place : place + 2], [1.0, *factors], scale)
 
         with self._writing((gradients, part)):
             outcome = self.guard.write(gradients, list(told.values), write)
-        return replicas.for_reduction({**told.logs, **outcome})
+            measured = {} if self.noise is None else self.noise.logs()
+        return replicas.for_reduction({**told.logs, **measured, **outcome})
 
     def test_step(self, data: Any) -> Logs:
         """Reports the loss and the metrics of the whole batch."""
@@ -243,19 +260,26 @@ class Steps:
         if model.training:
             self.shows_size = bool(messages) or model.written.drew or model.written.dropped
 
-    def _gradients(self, part: Part, guesses: List[Tensor], model: ModelStep) -> List[Gradient]:
-        """The gradients of the whole batch, or this replica's part of them."""
-        count = len(model.trained)
-        gradients = part.sums[:count]
+    def _factors(self, part: Part, guesses: List[Tensor], model: ModelStep) -> List[Tensor]:
+        """How much the gradients count that belong to counts, if they were not known before."""
         if not tf.executing_eagerly() or not part.counts:
-            return gradients
-        # The counts were not known before, so each has gradients of its own.
+            return []
+        factors = []
         for place, whole in enumerate(replicas.total_counts(part.counts)):
             padding = model.counts[place].padding if model.counts else 0.0
             factor = tf.math.divide_no_nan(
                 tf.cast(guesses[place], whole.dtype), whole + tf.cast(padding, whole.dtype)
             )
-            own = part.sums[count * (1 + place) : count * (2 + place)]
+            factors.append(factor)
+        return factors
+
+    def _gradients(self, part: Part, factors: List[Tensor], model: ModelStep) -> List[Gradient]:
+        """The gradients of the whole batch, or this replica's part of them."""
+        count = len(model.trained)
+        gradients = part.sums[:count]
+        # Counts that were not known before have gradients of their own.
+        for place, factor in enumerate(factors, 1):
+            own = part.sums[count * place : count * (place + 1)]
             own = [sums.scaled(gradient, factor) for gradient in own]
             gradients = [sums.add(*pair) for pair in zip(gradients, own)]
         return gradients
@@ -277,13 +301,18 @@ class Steps:
             tensorflow_checks.optimizer(optimizer)  # a MultiOptimizer knows its parts only now
         return optimizer.scale_loss(tf.ones([], keras.config.floatx()))
 
-    def _update(self, variables: List[Any], gradients: List[Gradient]) -> None:
+    def _update(
+        self,
+        variables: List[Any],
+        gradients: List[Gradient],
+        look: Optional[Callable[[List[Gradient]], None]] = None,
+    ) -> None:
         if not variables:
             _checks.warn("The model does not have any trainable weights.")
             return
 
         def apply(gradients: List[Gradient]) -> None:
-            update.apply_gradients(self.model.optimizer, gradients, variables)
+            update.apply_gradients(self.model.optimizer, gradients, variables, look)
 
         if self.compiles_steps():
             tf.function(apply, autograph=False, jit_compile=True)(gradients)

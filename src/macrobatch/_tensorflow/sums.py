@@ -97,6 +97,26 @@ def merge_rows(gradient: Given) -> Given:
     return tf.IndexedSlices(values, indices, gradient.dense_shape)
 
 
+def products(lists: Sequence[Sequence[Gradient]]) -> Tensor:
+    """The inner products of lists of gradients with each other, a float64 matrix."""
+    return tf.stack([tf.stack([_product(left, right) for right in lists]) for left in lists])
+
+
+def _product(left: Sequence[Gradient], right: Sequence[Gradient]) -> Tensor:
+    pairs = [(a, b) for a, b in zip(left, right) if a is not None and b is not None]
+    each = [tf.cast(_product_of(a, b), tf.float64) for a, b in pairs]
+    return tf.add_n([tf.zeros([], tf.float64), *each])
+
+
+def _product_of(left: Any, right: Any) -> Tensor:
+    if left is not right or left.dtype.is_complex:
+        both = [widened(dense(gradient)) for gradient in (left, right)]
+        return tf.reduce_sum(tf.math.real(both[0] * tf.math.conj(both[1])))
+    rows = widened(merge_rows(left))
+    values = rows.values if isinstance(rows, tf.IndexedSlices) else rows
+    return 2 * tf.nn.l2_loss(values)  # one pass over memory, without a temporary
+
+
 def are_finite(gradients: Sequence[Gradient]) -> Any:
     """Whether every number in these gradients is finite, as a scalar tensor."""
     each = [g.values if isinstance(g, tf.IndexedSlices) else g for g in gradients if g is not None]

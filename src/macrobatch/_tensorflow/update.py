@@ -13,11 +13,22 @@ from macrobatch._tensorflow import checks, replicas, sums
 from macrobatch._types import Gradient
 
 
-def apply_gradients(optimizer: Any, gradients: List[Gradient], variables: List[Any]) -> None:
+def apply_gradients(
+    optimizer: Any,
+    gradients: List[Gradient],
+    variables: List[Any],
+    look: Optional[Callable[[List[Gradient]], None]] = None,
+) -> None:
     """Calls an optimizer with gradients; in a replica, with their sums over all replicas.
 
     Left to itself an optimizer would clip the part of each replica, and Keras 3 take a row that
     several replicas bring for different rows. So they are summed before it sees them.
+
+    Args:
+        optimizer: the optimizer.
+        gradients: one for each variable.
+        variables: the variables.
+        look: a function that sees the sums before the optimizer does.
     """
     if replicas.in_several():
         checks.optimizer_on_replicas(optimizer)
@@ -27,6 +38,8 @@ def apply_gradients(optimizer: Any, gradients: List[Gradient], variables: List[A
         there = [gradient for gradient in gradients if gradient is not None]
         totals = iter(replicas.sum_over_replicas(there))
         gradients = [g if g is None else sums.merge_rows(next(totals)) for g in gradients]
+    if look is not None:
+        look(gradients)
     # Sums are float32 or wider, also those over replicas; variables may be narrower.
     dtypes = [tf.as_dtype(variable.dtype).base_dtype for variable in variables]
     gradients = [sums.cast(gradient, dtype) for gradient, dtype in zip(gradients, dtypes)]
