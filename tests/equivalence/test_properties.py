@@ -115,5 +115,6 @@ def test_any_model(architecture, examples, batch_size, micro_batch_size, eager, 
         loss_weights=dict(zip(names, (o["loss_weight"] for o in architecture["outputs"]))),
         fit={"sample_weight": weights},
         moved=False,
+        plain={},
         run_eagerly=eager,
     )

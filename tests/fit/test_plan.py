@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 from keras import layers
 from support import draws, everything, thorough
+from test_accumulator_everywhere import mirrored
 from verify_models import X, Y, compiled, mlp
 
 import macrobatch
@@ -389,7 +390,7 @@ def test_bad_arguments():
         planned(keras.Sequential([keras.Input([5]), layers.Dense(1)]), X, Y)
     with pytest.raises(ValueError, match=r"has no weights yet. Build it first"):
         planned(compiled(keras.Sequential([layers.Dense(1)])), X, Y)
-    with tf.distribute.MirroredStrategy(["CPU:0"]).scope():
+    with mirrored(2).scope():
         of_strategy = mlp()
     with pytest.raises(ValueError, match="pass the examples of one replica"):
         planned(of_strategy, X, Y)

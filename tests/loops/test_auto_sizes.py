@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from test_accumulator_everywhere import mirrored
 
 import macrobatch
 from macrobatch._sizes import limit, watch
@@ -95,7 +96,7 @@ def test_in_a_graph_the_next_call_has_half():
 
 
 def test_in_replicas():
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = mirrored(2)
     with strategy.scope():
         room = Room(12)
     parts = [

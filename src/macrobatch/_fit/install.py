@@ -10,11 +10,10 @@ import tensorflow as tf
 from macrobatch import _checks, _internals, _noise
 from macrobatch._batches.cut import Cut
 from macrobatch._fit import build, checks, own
-from macrobatch._fit.attempts import Attempt, OneByOne, nested
 from macrobatch._fit.auto import Auto
 from macrobatch._fit.finite import Finite
+from macrobatch._fit.functions import Functions
 from macrobatch._fit.meeting import Meeting
-from macrobatch._fit.steps import Steps
 from macrobatch._keras import model as models
 from macrobatch._keras.tried import Tried
 from macrobatch._tensorflow import checks as replica_checks
@@ -25,7 +24,7 @@ from macrobatch._workers import callbacks
 from macrobatch._workers import checks as worker_checks
 
 
-class Accumulation(Steps):
+class Accumulation(Functions):
     """What Keras calls of one model. It is set on the instance, so that its class stays as it is.
 
     Attributes, beside those of the steps:
@@ -216,19 +215,9 @@ class Accumulation(Steps):
             if self.auto is not None:
                 self.auto.forget()
             with self._watching():
-                function = self._made("make_train_function", force)
+                function = self.made("make_train_function", force)
             self.model.train_function = self._looking_at_first_batch(function)
         return self.model.train_function
-
-    def _attempt(self, training: bool) -> Optional[Attempt]:
-        """What runs a batch as often as it takes; None if once is always enough."""
-        auto, sizes = self.auto, None
-        if auto is not None:
-            can_be_again = training or "test_step" not in self._own
-            sizes = auto.attempt(training) if can_be_again else auto.once
-        if not training or not self.guard.is_wanted:
-            return sizes
-        return self.finite if sizes is None else nested(self.finite, sizes)
 
     def _on_trial_again(self, examples: int) -> None:
         """Lets trials be made with other examples: numbers that are not finite show nothing."""
@@ -287,54 +276,8 @@ class Accumulation(Steps):
                 if name == "test_step":
                     step.forget()
             self.padding.done[False].assign(0)
-            self.model.test_function = self._made("make_test_function", force)
+            self.model.test_function = self.made("make_test_function", force)
         return self.model.test_function
-
-    def _made(self, name: str, force: bool) -> Callable[..., Any]:
-        """A function that Keras makes, whose refusals are ValueErrors.
-
-        Keras compiles it as a whole, unless its steps are compiled. Where a batch may have to run
-        again, batches are taken one by one.
-        """
-        model, auto = self.model, self.auto
-        made = self._made_by_keras(name, force)
-        if auto is not None and model.jit_compile and not self.compiles_steps():
-            made = auto.for_each_size(made, lambda: self._made_by_keras(name, True))
-        attempt = self._attempt(training=name == "make_train_function")
-        if attempt is not None:
-            variant = (lambda: None) if auto is None else auto.variant
-            made = OneByOne(made, model.steps_per_execution, model.run_eagerly, attempt, variant)
-
-        def function(iterator: Any) -> Any:
-            with graph.refusals_as_value_errors():
-                try:
-                    return made(self._shared_out(iterator))
-                except tf.errors.InvalidArgumentError as error:
-                    explained = self.padding.diagnosed(error)
-                    if explained is error:
-                        raise
-                    raise explained from error
-
-        return function
-
-    def _made_by_keras(self, name: str, force: bool) -> Callable[..., Any]:
-        model, kept = self.model, name.replace("make_", "")
-        before, compiles = getattr(model, kept), model.jit_compile
-        if self.compiles_steps():
-            model.jit_compile = False
-        try:
-            getattr(type(model), name)(model, force=force)
-            return getattr(model, kept)
-        finally:
-            model.jit_compile = compiles
-            setattr(model, kept, before)
-
-    def _shared_out(self, iterator: Any) -> Any:
-        """The batches. Those of `train_on_batch` each replica would get whole."""
-        kinds = (tf.data.Iterator, tf.distribute.DistributedIterator)
-        if self.strategy is None or isinstance(iterator, kinds):
-            return iterator
-        return (replicas.shared_out(self.strategy, batch) for batch in iterator)
 
 
 def accumulation_of(model: Any) -> Optional[Accumulation]:

@@ -1,0 +1,80 @@
+"""The functions that Keras makes of the steps: what they refuse, and batches that run again."""
+
+from typing import Any, Callable, Dict, Optional
+
+import tensorflow as tf
+
+from macrobatch._fit.attempts import Attempt, OneByOne, nested
+from macrobatch._fit.auto import Auto
+from macrobatch._fit.finite import Finite
+from macrobatch._fit.steps import Steps
+from macrobatch._tensorflow import graph, replicas
+
+
+class Functions(Steps):
+    """Steps, and the functions that Keras makes of them.
+
+    Attributes, beside those of the steps:
+        auto: what finds the size of micro-batches, if asked for.
+        finite: what runs batches without examples that are not finite.
+    """
+
+    auto: Optional[Auto]
+    finite: Finite
+    _own: Dict[str, Any]
+
+    def made(self, name: str, force: bool) -> Callable[..., Any]:
+        """A function that Keras makes, whose refusals are ValueErrors.
+
+        Keras compiles it as a whole, unless its steps are compiled. Where a batch may have to run
+        again, batches are taken one by one.
+        """
+        model, auto = self.model, self.auto
+        made = self._made_by_keras(name, force)
+        if auto is not None and model.jit_compile and not self.compiles_steps():
+            made = auto.for_each_size(made, lambda: self._made_by_keras(name, True))
+        attempt = self._attempt(training=name == "make_train_function")
+        if attempt is not None:
+            variant = (lambda: None) if auto is None else auto.variant
+            made = OneByOne(made, model.steps_per_execution, model.run_eagerly, attempt, variant)
+
+        def function(iterator: Any) -> Any:
+            with graph.refusals_as_value_errors():
+                try:
+                    return made(self._shared_out(iterator))
+                except tf.errors.InvalidArgumentError as error:
+                    explained = self.padding.diagnosed(error)
+                    if explained is error:
+                        raise
+                    raise explained from error
+
+        return function
+
+    def _made_by_keras(self, name: str, force: bool) -> Callable[..., Any]:
+        model, kept = self.model, name.replace("make_", "")
+        before, compiles = getattr(model, kept), model.jit_compile
+        if self.compiles_steps():
+            model.jit_compile = False
+        try:
+            getattr(type(model), name)(model, force=force)
+            return getattr(model, kept)
+        finally:
+            model.jit_compile = compiles
+            setattr(model, kept, before)
+
+    def _shared_out(self, iterator: Any) -> Any:
+        """The batches. Those of `train_on_batch` each replica would get whole."""
+        kinds = (tf.data.Iterator, tf.distribute.DistributedIterator)
+        if self.strategy is None or isinstance(iterator, kinds):
+            return iterator
+        return (replicas.shared_out(self.strategy, batch) for batch in iterator)
+
+    def _attempt(self, training: bool) -> Optional[Attempt]:
+        """What runs a batch as often as it takes; None if once is always enough."""
+        auto, sizes = self.auto, None
+        if auto is not None:
+            can_be_again = training or "test_step" not in self._own
+            sizes = auto.attempt(training) if can_be_again else auto.once
+        if not training or not self.guard.is_wanted:
+            return sizes
+        return self.finite if sizes is None else nested(self.finite, sizes)
