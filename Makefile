@@ -1,6 +1,6 @@
 # make demo            train a small network plainly and accumulated, and compare (one to two minutes)
-# make test            check, then the tests that are not marked thorough (up to 25 minutes on two cores); CI runs this and test-tf1
-# make test-all        all tests, with those marked thorough (about half an hour)
+# make test            check, then the tests that are not marked thorough (about 20 minutes on two cores); CI runs this and test-tf1
+# make test-all        all tests, with those marked thorough (about an hour)
 # make check           formatting, lint and types
 # make mutants         break the package in many ways, one at a time, and see whether a test notices (under half an hour)
 # make test-oldest     the tests with the oldest supported TensorFlow and Keras (.ci/oldest.txt)

@@ -19,7 +19,11 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 # starting workers takes a while.
 LAYOUTS = [
     (1, [*CASES, *RECORDS]),
-    (2, ["arrays_with_validation", "masked_tokens_and_rows_of_a_table", "accumulator"]),
+    pytest.param(
+        2,
+        ["arrays_with_validation", "masked_tokens_and_rows_of_a_table", "accumulator"],
+        marks=pytest.mark.thorough,
+    ),
 ]
 
 
