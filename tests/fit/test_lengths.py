@@ -800,6 +800,7 @@ def test_labels_that_are_made_longer():
         model.fit(dataset, shuffle=False, verbose=0)
 
 
+@pytest.mark.filterwarnings("ignore:It is not known whether examples meet")
 def test_what_is_not_finite_is_no_matter_of_padding():
     x, y, _ = tokens_of()
     loss = lambda y, p: tf.reduce_sum(p, -1) * np.nan  # noqa: E731
