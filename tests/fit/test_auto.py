@@ -448,3 +448,10 @@ def test_release_takes_everything_back():
     assert "fit" not in vars(model)
     assert set(fitted(model)) == {"loss"}
     assert logging.getLogger("macrobatch").level == logging.NOTSET
+
+
+def test_a_fraction_of_a_gpu_whose_size_nobody_knows(monkeypatch):
+    monkeypatch.setattr(watch.device_memory, "gpus", lambda: ["GPU:0"])
+    assert watch.needed(None) is None
+    with pytest.raises(ValueError, match=r"a fraction of it is not known. Received: .*=0\.5"):
+        watch.needed(0.5)

@@ -150,18 +150,18 @@ def test_bytes_count_as_they_are(machine):
 
 def test_a_container(machine, tmp_path):
     # Of 8 GiB the group uses 5: 2 are pages of files, 1 is this process, 2 are others.
-    write(tmp_path / "proc/self/cgroup", "0::/work/job\n")
-    group(tmp_path / "cgroup/work/job", 8 * GIB, 5 * GIB, 2 * GIB)
-    group(tmp_path / "cgroup/work", "max", 9 * GIB)
+    write(tmp_path / "proc/self/cgroup", "0::/jobs/one\n")
+    group(tmp_path / "cgroup/jobs/one", 8 * GIB, 5 * GIB, 2 * GIB)
+    group(tmp_path / "cgroup/jobs", "max", 9 * GIB)
     found = limit.memory_limit(None, machine)
     assert found.bytes == 6 * GIB
     assert "cgroup" in found.source
     with pytest.raises(ValueError, match="more than there is, 8 GiB"):
         limit.memory_limit("9GiB", machine)
     # A group around it allows less; and memory.high slows down before memory.max kills.
-    group(tmp_path / "cgroup/work", 6 * GIB, 5 * GIB, 2 * GIB)
+    group(tmp_path / "cgroup/jobs", 6 * GIB, 5 * GIB, 2 * GIB)
     assert limit.memory_limit(None, machine).bytes == 4 * GIB
-    write(tmp_path / "cgroup/work/memory.high", 5 * GIB)
+    write(tmp_path / "cgroup/jobs/memory.high", 5 * GIB)
     assert limit.memory_limit(None, machine).bytes == 3 * GIB
 
 

@@ -69,7 +69,7 @@ class OneByOne:
         return logs
 
     def _taken(self, iterator: Any) -> Batch:
-        """The next batch, which workers ask each other for: outside of graphs, with new threads."""
+        """The next batch. Outside of a graph, replicas would start threads for each of them."""
         if self._is_eager or not isinstance(iterator, tf.distribute.DistributedIterator):
             return next(iterator)
         return self._next(iterator)

@@ -162,7 +162,7 @@ class Steps:
 
     @contextlib.contextmanager
     def _writing(self, values: Any) -> Iterator[None]:
-        """A context that begins to write once all values are there. Nothing fails before it."""
+        """A context in which a step writes. All values are there before, so steps fail before."""
         with after(values):
             begun = [] if self.begun is None else [self.begun.assign_add(1)]
             with tf.control_dependencies([] if tf.executing_eagerly() else begun):

@@ -15,6 +15,7 @@ from macrobatch._no_trace.unchanged import unchanged
 from macrobatch._plan.report import Plan
 from macrobatch._plan.search import Memory, Search, Tell
 from macrobatch._sizes import limit as limits
+from macrobatch._sizes import watch
 from macrobatch._sizes.limit import MemoryLimit
 from macrobatch._sizes.peaks import ProcessCounter
 from macrobatch._tensorflow import device_memory
@@ -128,21 +129,12 @@ def find(
 def _memory(given: MemoryLimit) -> Memory:
     """The memory that there is, and the limit of it."""
     if device_memory.gpus():
-        size, counter = device_memory.size(), device_memory.GpuCounter()
-        if given is None and size is None:
-            return Memory(counter, None, None, "GPU")
-        if size is None and not isinstance(limits.parsed(given), int):
-            raise ValueError(
-                "TensorFlow does not say how much memory a GPU has, so that a fraction of it is "
-                f"not known. Received: memory_limit={given!r}. Pass a size, for instance "
-                "memory_limit='6GiB'."
-            )
-        limit = limits.memory_limit(given, of_device=size or limits.NO_LIMIT)
-        return Memory(counter, limit, None, "GPU")
+        limit = watch.limit_of_gpu(given)
+        return Memory(device_memory.GpuCounter(), limit, None, "GPU")
     is_error = limits.running_out_is_an_error(on_gpu=False)
     room = None if is_error else limits.available().bytes
-    limit = limits.memory_limit(given)
-    return Memory(ProcessCounter(), None if is_error and given is None else limit, room, "CPU")
+    of_process = None if is_error and given is None else limits.memory_limit(given)
+    return Memory(ProcessCounter(), of_process, room, "CPU")
 
 
 def _check(model: Any) -> None:

@@ -29,9 +29,23 @@ def needed(memory_limit: Any) -> Optional[Watch]:
     on_gpu = bool(device_memory.gpus())
     if memory_limit is None and limits.running_out_is_an_error(on_gpu):
         return None
-    of_device = device_memory.size() if on_gpu else None
-    limit = limits.memory_limit(memory_limit, of_device=of_device)
+    limit = limit_of_gpu(memory_limit) if on_gpu else limits.memory_limit(memory_limit)
+    assert limit is not None
     counter: Counter = device_memory.GpuCounter() if on_gpu else ProcessCounter()
     before = counter.now()
     limits.check_room(limit, before, "the program and its data")
     return Watch(limit, counter, before)
+
+
+def limit_of_gpu(given: limits.MemoryLimit) -> Optional[limits.Limit]:
+    """The limit on a GPU; None if neither the user nor TensorFlow's configuration has one."""
+    size = device_memory.size()
+    if size is None and given is None:
+        return None
+    if size is None and not isinstance(limits.parsed(given), int):
+        raise ValueError(
+            "TensorFlow does not say how much memory a GPU has, so that a fraction of it is not "
+            f"known. Received: memory_limit={given!r}. Pass a size, for instance "
+            "memory_limit='6GiB'."
+        )
+    return limits.memory_limit(given, of_device=size or limits.NO_LIMIT)
