@@ -1,18 +1,26 @@
-# make demo            train a small network plainly and accumulated, and compare (one to two minutes)
-# make test            check, then the tests that are not marked thorough (about 20 minutes on two cores); CI runs this and test-tf1
+# make demo            train a small network in three ways, and compare (some minutes);
+#                      make demo BACKEND=jax, or torch, with Keras on another backend
+# make test            check, then the tests that are not marked thorough (about 20 minutes on two cores); CI runs this, test-backends and test-tf1
 # make test-all        all tests, with those marked thorough (about an hour)
 # make check           formatting, lint and types
 # make mutants         break the package in many ways, one at a time, and see whether a test notices (under half an hour)
 # make test-oldest     the tests with the oldest supported TensorFlow and Keras (.ci/oldest.txt)
+# make test-backends   the equivalence cases, and more, with Keras on JAX and on torch, without TensorFlow (.ci/backends.txt)
 # make test-tf1        GradientAccumulator's tests with TensorFlow 1.14 (.ci/tf1.txt), from the built wheel; needs Python 3.7
 # make bench           the first step, and the time and memory of an update, against their targets (about an hour)
 # make bench-peers     the same with gradient-accumulator and PyTorch, in environments of their own (ten minutes more)
 # make bench-replicas  the cost of exchanging gradients between two workers, and a model of it (about ten minutes)
+# make pictures        the pictures of README and docs, from the results of make bench
+# make docs            the site, into build/site; fails on any broken link
+# make docs-serve      the site on http://127.0.0.1:8000, rebuilt when a page changes
+# make test-docs       the site in a real browser, without a window; needs chromium
+# make test-install    wheel and sdist, installed into clean environments of each Python found
 # make clean           remove environments, caches and build products
 #
 # Each target makes the environment that it needs from a Python found here. To choose one: make test PYTHON=/path/to/python
 
-.PHONY: demo test check pytest test-all test-oldest test-tf1 pytest-tf1 mutants bench bench-peers bench-replicas clean
+PHONY_DOCS = pictures docs docs-serve test-docs test-install
+.PHONY: $(PHONY_DOCS) demo test check pytest test-all test-oldest test-backends test-jax test-torch test-tf1 pytest-tf1 mutants bench bench-peers bench-replicas clean
 .DEFAULT_GOAL := test
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
@@ -44,8 +52,12 @@ PYTHON_OLDEST ?= $(call find-python,10,12)
 # TensorFlow 1.14 has none for Python 3.8.
 PYTHON_TF1 ?= $(call find-python,7,7)
 
-demo: .venv/demo-installed
-	.venv/bin/python examples/demo.py
+# Which backend of Keras the demo runs on, in an environment of its own.
+BACKEND ?= tensorflow
+DEMO_ENV = $(if $(filter tensorflow,$(BACKEND)),.venv,.venv-$(BACKEND))
+
+demo: $(DEMO_ENV)/demo-installed
+	KERAS_BACKEND=$(BACKEND) $(DEMO_ENV)/bin/python examples/demo.py
 
 test: check pytest
 
@@ -60,11 +72,19 @@ PYTEST = -m pytest -n 2 --dist worksteal --durations 10
 pytest: .venv/dev-installed
 	.venv/bin/python $(PYTEST)
 
-test-all: .venv/dev-installed
+test-all: .venv/dev-installed .venv-jax/test-installed .venv-torch/test-installed
 	.venv/bin/python $(PYTEST) -m ""
+	KERAS_BACKEND=jax .venv-jax/bin/python $(PYTEST) -m "" --confcutdir tests/backends tests/backends
+	KERAS_BACKEND=torch .venv-torch/bin/python $(PYTEST) -m "" --confcutdir tests/backends tests/backends
 
 test-oldest: .venv-oldest/dev-installed
 	.venv-oldest/bin/python $(PYTEST)
+
+test-backends: test-jax test-torch
+
+# Without tests/conftest.py, which is for TensorFlow.
+test-jax test-torch: test-%: .venv-%/test-installed
+	KERAS_BACKEND=$* .venv-$*/bin/python $(PYTEST) --confcutdir tests/backends tests/backends
 
 mutants: .venv/dev-installed
 	.venv/bin/python tests/mutants
@@ -101,6 +121,21 @@ bench-peers: .venv/demo-installed
 bench-replicas: .venv/demo-installed
 	.venv/bin/python benchmarks/replicas.py
 
+pictures: .venv/demo-installed
+	.venv/bin/python docs/pictures/draw.py
+
+docs: .venv-docs/installed
+	.venv-docs/bin/mkdocs build --strict --quiet
+
+docs-serve: .venv-docs/installed
+	.venv-docs/bin/mkdocs serve
+
+test-docs: docs
+	.venv-docs/bin/python .ci/test_site.py build/site
+
+test-install: .venv/dev-installed
+	.venv/bin/python .ci/test_install.py
+
 # Stamps: an environment is installed again only when pyproject.toml (or its file in .ci) changed.
 
 .venv/made:
@@ -108,6 +143,9 @@ bench-replicas: .venv/demo-installed
 
 .venv-oldest/made: .ci/oldest.txt
 	$(call make-env,.venv-oldest,$(PYTHON_OLDEST))
+
+.venv-jax/made .venv-torch/made: .venv-%/made: .ci/backends.txt
+	$(call make-env,.venv-$*,$(PYTHON))
 
 .venv-tf1/made: .ci/tf1.txt
 	$(call make-env,.venv-tf1,$(PYTHON_TF1))
@@ -124,11 +162,30 @@ bench-replicas: .venv/demo-installed
 	$(if $(filter dev,$*),@$(call install-tf-keras,.venv-oldest))
 	@touch $@
 
+.venv-docs/made:
+	$(call make-env,.venv-docs,$(PYTHON))
+
+# Without the package itself: the site is made from its sources.
+.venv-docs/installed: pyproject.toml | .venv-docs/made
+	@sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '"' | tr ',' '\n' > .venv-docs/requirements.txt
+	.venv-docs/bin/python -m pip install --quiet --requirement .venv-docs/requirements.txt
+	@touch $@
+
+.venv-jax/%-installed: pyproject.toml .venv-jax/made
+	@echo "Installing .[jax,$*] into .venv-jax; JAX is a large download"
+	.venv-jax/bin/python -m pip install --quiet --constraint .ci/backends.txt --editable '.[jax,$*]'
+	@touch $@
+
+.venv-torch/%-installed: pyproject.toml .venv-torch/made
+	@echo "Installing .[torch,$*] into .venv-torch; torch is a large download"
+	.venv-torch/bin/python -m pip install --quiet --constraint .ci/backends.txt --editable '.[torch,$*]'
+	@touch $@
+
 .venv-tf1/installed: .venv-tf1/made
 	@echo "Installing .ci/tf1.txt into .venv-tf1; TensorFlow is a large download"
 	.venv-tf1/bin/python -m pip install --quiet --requirement .ci/tf1.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-oldest .venv-tf1 .venv-peers .venv-torch .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo.png contrastive.png retrieval.png
+	rm -rf .venv .venv-docs .venv-jax .venv-oldest .venv-tf1 .venv-peers .venv-peers-torch .venv-torch .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo.png contrastive.png retrieval.png
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

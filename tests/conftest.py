@@ -23,8 +23,8 @@ tf.config.set_logical_device_configuration(
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(16)
 
-# No tests, but a command: see its docstring.
-collect_ignore = ["mutants"]
+# A command, tests of other environments, and scripts that tests run.
+collect_ignore = ["mutants", "backends", "processes/scripts"]
 # TensorFlow and Keras stay: the collector need not look through them again and again.
 gc.freeze()
 

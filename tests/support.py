@@ -7,15 +7,23 @@ from typing import NamedTuple
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import macrobatch
 
+BACKEND = keras.backend.backend()
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+
+# How each backend can run steps. The first is what it does unless told otherwise.
 MODES = {
-    "graph": {},
-    "eager": {"run_eagerly": True},
-    "compiled": {"jit_compile": True},
-}
+    "tensorflow": {
+        "graph": {},
+        "eager": {"run_eagerly": True},
+        "compiled": {"jit_compile": True},
+    },
+    "jax": {"compiled": {}, "eager": {"run_eagerly": True}, "not-compiled": {"jit_compile": False}},
+    "torch": {"eager": {}, "compiled": {"jit_compile": True}},
+}[BACKEND]
 
 # Beside a case or a parameter: `make test` deselects it, `make test-all` runs it.
 thorough = pytest.mark.thorough
@@ -40,8 +48,26 @@ class DensePlain(keras.Model):
         return self.compute_metrics(x, y, y_pred, sample_weight)
 
 
+class OneDevice:
+    """What a strategy of TensorFlow is elsewhere: nothing."""
+
+    def scope(self):
+        return contextlib.nullcontext()
+
+    def experimental_local_results(self, value):
+        return (value,)
+
+
 # In whose scope the accumulated model is made; the plain one is always on one device.
-strategy = tf.distribute.get_strategy()
+if BACKEND == "tensorflow":
+    strategy = tf.distribute.get_strategy()
+else:
+    strategy, DensePlain = OneDevice(), keras.Model  # Keras sums repeated rows there.
+
+
+def array(value):
+    """A copy of a value, or of what a variable holds, as an array of NumPy."""
+    return np.array(keras.ops.convert_to_numpy(value))
 
 
 def build_pair(build):
@@ -69,7 +95,7 @@ class Reference(NamedTuple):
 def ended(model, history=None):
     """The `Reference` that a model is, after training."""
     found = variables(model)
-    return Reference([v.path for v in found], [np.array(v) for v in found], history)
+    return Reference([v.path for v in found], [array(v) for v in found], history)
 
 
 def assert_same(left, right, tolerance=1e-10):
@@ -84,7 +110,7 @@ def assert_ended(reference, model, tolerance=1e-10):
     for path, value, variable in zip(reference.paths, reference.values, found):
         scale = max(1.0, np.abs(value).max(initial=0.0))
         for copy in strategy.experimental_local_results(variable.value):
-            difference = np.abs(value - copy.numpy()).max(initial=0.0) / scale
+            difference = np.abs(value - array(copy)).max(initial=0.0) / scale
             assert difference <= tolerance, f"{path} differs by {difference}"
 
 
@@ -126,7 +152,7 @@ def train(
         before(model)
     if cut:
         macrobatch.accumulate(model, **cut)
-    start = [np.array(w) for w in model.trainable_weights]
+    start = [array(w) for w in model.trainable_weights]
     x = x() if _is_lambda(x) else x
     arguments = dict(fit or {})
     if isinstance(x, (np.ndarray, list, dict)):
@@ -134,7 +160,7 @@ def train(
     keras.utils.set_random_seed(3)
     history = model.fit(x, y, epochs=epochs, shuffle=False, verbose=0, **arguments).history
     if moved and start:
-        ends = [np.array(w) for w in model.trainable_weights]
+        ends = [array(w) for w in model.trainable_weights]
         assert any(np.abs(a - b).max() > 1e-4 for a, b in zip(start, ends)), "did not train"
     return model, history
 

@@ -15,8 +15,11 @@ The ways in, one file each:
 The rooms, in the order of the data flow. A room imports only from those above it:
 
     _types, _checks, _internals  names of what passes; messages; private names of Keras, TensorFlow
+    _optimizer_checks, _loop_checks  what is checked of optimizers and of loops, on any backend
+    _backends                    the backends of Keras, and the room of each: the one table
     _batches                     batch -> micro-batches, in order or by length
     _keras                       model, loss and metrics of a micro-batch, from values to values
+    _jax, _torch                 the engines and the way into fit() on JAX and on torch
     _tensorflow                  the engine: graph, sums, the loop, replicas, the update
     _noise                       the gradient noise scale: what is measured of an update
     _meeting                     whether examples meet, tried with some of a batch
@@ -25,8 +28,9 @@ The rooms, in the order of the data flow. A room imports only from those above i
     _workers                     several processes: wait for each other, launch them
     _gradients                   functions of the user's: how they run, in one pass or two
     _sizes                       how much memory there may be, and what each size takes
-    _fit                         puts it all into a Keras model
+    _fit                         puts it all into a Keras model on TensorFlow
     _no_trace                    work on a user's model that leaves no trace
+    _run                         scripts and notebooks, each fit() of which is accumulated
 
 _batches and _keras import no engine: one is passed in (_types.Engine).
 """
@@ -45,7 +49,7 @@ if _TYPE_CHECKING:
     from macrobatch._verify.verify import verify
     from macrobatch._workers.wait import wait_for_workers
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "ExactnessWarning",
@@ -76,8 +80,8 @@ _ROOMS = {
 def __getattr__(name: str) -> _Any:
     if name not in _ROOMS:
         raise AttributeError(f"module 'macrobatch' has no attribute {name!r}")
-    checks = _importlib.import_module("macrobatch._checks")
-    checks.check_available(name)
+    backends = _importlib.import_module("macrobatch._backends")
+    backends.check_available(name)
     value = getattr(_importlib.import_module(f"macrobatch.{_ROOMS[name]}"), name)
     globals()[name] = value
     return value
@@ -85,3 +89,13 @@ def __getattr__(name: str) -> _Any:
 
 def __dir__() -> "list[str]":
     return sorted([*__all__, "__version__"])
+
+
+def load_ipython_extension(ipython: _Any) -> None:
+    """`%load_ext macrobatch`: gives a notebook the magic `%macrobatch`."""
+    _importlib.import_module("macrobatch._run.notebook").load(ipython)
+
+
+def unload_ipython_extension(ipython: _Any) -> None:
+    """`%unload_ext macrobatch`: new models are plain ones again."""
+    _importlib.import_module("macrobatch._run.notebook").unload()

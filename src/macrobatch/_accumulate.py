@@ -2,17 +2,15 @@
 
 from typing import Any, Callable, Dict, Optional, TypeVar, Union
 
-from macrobatch import _internals
+import keras
+
+from macrobatch import _backends, _optimizer_checks
 from macrobatch._batches import checks as batch_checks
 from macrobatch._batches.cut import Cut
 from macrobatch._checks import NONFINITE, one_of
-from macrobatch._fit import checks, install, own
-from macrobatch._fit.whole_batch import WholeBatchAccumulation
+from macrobatch._keras import model_checks as checks
 from macrobatch._keras.model import inputs_of
 from macrobatch._sizes import limit as limits
-from macrobatch._tensorflow import checks as tensorflow_checks
-from macrobatch._tensorflow import size_checks
-from macrobatch._tensorflow.chosen import ChosenSize
 
 Model = TypeVar("Model")
 
@@ -33,8 +31,8 @@ def accumulate(
 
     From the next batch on, the train step cuts each batch into micro-batches and sums their
     gradients. It calls the optimizer once, with the gradient of the whole batch. One step is one
-    update, so `batch_size`, callbacks, schedules and metrics keep their meaning. `evaluate` and
-    `validation_data` are cut in the same way. `predict` is not.
+    update, so `batch_size`, callbacks, schedules and metrics keep their meaning. `evaluate`,
+    `validation_data` and `predict` are cut in the same way.
 
     After the first batch, the model is run on a few examples of it, to find out whether examples
     meet in a layer or in a loss. An `ExactnessWarning` names the place.
@@ -42,13 +40,14 @@ def accumulate(
     A model may bring its own `train_step`. The step then runs once, on the first micro-batch, and
     `tape.gradient` returns the gradient of the whole batch. What of a step cannot be right is
     refused by `fit`, before anything changes: docs/train-steps.md has the list. A `test_step` of
-    its own is cut too, if it only evaluates losses and metrics.
+    its own is cut too, if it only evaluates losses and metrics. A `predict_step` of its own is left
+    alone.
 
     Only the model whose `fit` is called counts, not a model inside it. Clones, copies and loaded
     models are plain models.
 
     Args:
-        model: a Keras 3 model on the TensorFlow backend, compiled or not. It is changed in place.
+        model: a Keras 3 model on TensorFlow, JAX or torch, compiled or not. It is changed in place.
         micro_batch_size: the number of examples in memory at one time. Batches need not be a
             multiple of it. "auto", the default, finds a size while it trains: one that fits, and of
             those the fastest. A batch that runs out of memory is run again with a smaller size.
@@ -110,27 +109,34 @@ def accumulate(
             micro_batch_size, micro_batch_tokens, sequence_axis, lengths, of=arguments
         )
     )
+    limits.parsed(memory_limit)
     sizes: Any = (cut.size, cut.tokens)
     is_auto = batch_checks.AUTO in sizes
-    limits.parsed(memory_limit)
     if not is_auto:
-        size_checks.no_limit_with_size(memory_limit, cut.size or cut.tokens)
+        limits.no_limit_with_size(memory_limit, cut.size or cut.tokens)
     weight = checks.micro_batch_weight(micro_batch_weight)
     of_whole_batch = checks.whole_batch_loss(whole_batch_loss, weight)
     one_of("nonfinite", nonfinite, NONFINITE)
     checks.keras_model(model)
+    _backends.check_settings(keras.backend.backend(), is_auto, nonfinite)
     if cut.axis is not None:
         batch_checks.free_lengths(inputs_of(model), cut.axis)
     optimizer = getattr(model, "optimizer", None)
-    tensorflow_checks.sees_overflows(optimizer, nonfinite, "update")
+    _optimizer_checks.sees_overflows(optimizer, nonfinite, "update")
     release(model)
-    checks.can_be_accumulated(model)
-    if is_auto:
-        chosen = ChosenSize(_internals.strategy_of(model), sizes[1] == batch_checks.AUTO)
-        cut = cut._replace(size=None, tokens=None, chosen=chosen)
-    own.check(model, cut, of_whole_batch, nonfinite)
-    kind = WholeBatchAccumulation if of_whole_batch else install.Accumulation
-    kind(model, cut, weight, nonfinite, memory_limit).install()
+    accumulation = _room().Accumulation(model, cut, weight, nonfinite, memory_limit, of_whole_batch)
+    settings = {
+        "micro_batch_size": cut.size,
+        "micro_batch_tokens": cut.tokens,
+        "sequence_axis": cut.axis,
+        "lengths": cut.lengths,
+        "micro_batch_weight": weight,
+        "memory_limit": memory_limit,
+        "whole_batch_loss": of_whole_batch or None,
+        "nonfinite": None if nonfinite == NONFINITE[0] else nonfinite,
+    }
+    accumulation.settings = {name: each for name, each in settings.items() if each is not None}
+    accumulation.install()
     return model
 
 
@@ -152,32 +158,23 @@ def release(model: Model) -> Model:
     >>> model = macrobatch.release(macrobatch.accumulate(model, micro_batch_size=8))
     """
     checks.keras_model(model)
-    accumulation = install.accumulation_of(model)
+    accumulation = accumulation_of(model)
     if accumulation is not None:
         accumulation.uninstall()
     return model
 
 
+def accumulation_of(model: Any) -> Any:
+    """What was installed in a model, on any backend, or None."""
+    return _room().accumulation_of(model)
+
+
 def settings_of(model: Any) -> Optional[Dict[str, Any]]:
     """What `accumulate` was called with, by name, without what was left out; None if it was not."""
-    accumulation = install.accumulation_of(model)
-    if accumulation is None:
-        return None
-    cut = accumulation.cut
-    size: Any = cut.size
-    tokens: Any = cut.tokens
-    if cut.chosen is not None and cut.chosen.in_tokens:
-        tokens = batch_checks.AUTO
-    elif cut.chosen is not None:
-        size = batch_checks.AUTO
-    settings = {
-        "micro_batch_size": size,
-        "micro_batch_tokens": tokens,
-        "sequence_axis": cut.axis,
-        "lengths": cut.lengths,
-        "micro_batch_weight": accumulation.micro_batch_weight,
-        "memory_limit": None if accumulation.auto is None else accumulation.auto.memory_limit,
-        "whole_batch_loss": True if isinstance(accumulation, WholeBatchAccumulation) else None,
-        "nonfinite": accumulation.guard.policy if accumulation.guard.is_wanted else None,
-    }
-    return {name: value for name, value in settings.items() if value is not None}
+    accumulation = accumulation_of(model)
+    return None if accumulation is None else dict(accumulation.settings)
+
+
+def _room() -> Any:
+    """The room of the backend that Keras runs on. It is imported only now."""
+    return _backends.room(keras.backend.backend())

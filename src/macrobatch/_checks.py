@@ -86,10 +86,10 @@ def warn(message: str, category: Type[Warning] = UserWarning) -> None:
 
 def _library_folders() -> Tuple[str, ...]:
     """Where the files are that users have not written."""
-    names = ("macrobatch", "keras", "tensorflow", "contextlib", "threading")
+    names = ("macrobatch", "keras", "tensorflow", "jax", "torch", "contextlib", "threading")
     modules = [sys.modules[name] for name in names if name in sys.modules]
-    files = [module.__file__ or "" for module in modules]
-    return tuple(os.path.dirname(f) + os.sep if f.endswith("__init__.py") else f for f in files)
+    files = [getattr(module, "__file__", None) for module in modules]  # None: made in memory
+    return tuple(os.path.dirname(f) + os.sep if f.endswith("__init__.py") else f for f in files if f)
 
 
 _warned: "weakref.WeakKeyDictionary[Any, Set[str]]" = weakref.WeakKeyDictionary()
@@ -101,21 +101,3 @@ def warn_once(owner: Any, message: str) -> None:
     if message not in messages:
         messages.add(message)
         warn(message, ExactnessWarning)
-
-
-def check_available(name: str) -> None:
-    """Raises for a name of the package that this TensorFlow is too old for."""
-    import tensorflow as tf
-
-    if name not in ("ExactnessWarning", "GradientAccumulator") and not _has_keras_3(tf.__version__):
-        raise ImportError(
-            f"macrobatch.{name} needs TensorFlow 2.16 or newer, with Keras 3.12 or newer. "
-            f"Received: TensorFlow {tf.__version__}, on which macrobatch offers "
-            "GradientAccumulator. Update with: pip install 'macrobatch[cpu]' on Python 3.10 or "
-            "newer."
-        )
-
-
-def _has_keras_3(version: str) -> bool:
-    major, minor = version.split(".")[:2]
-    return (int(major), int(minor)) >= (2, 16)

@@ -9,6 +9,7 @@ from typing import Any, Callable, List, Optional, TypeVar, Union
 import numpy as np
 import tensorflow as tf
 
+from macrobatch import _optimizer_checks
 from macrobatch._checks import NONFINITE, one_of
 from macrobatch._tensorflow import checks, graph, replicas, sums, update, window_checks
 from macrobatch._tensorflow.window import ROWS, Kinds, Window
@@ -101,7 +102,7 @@ class GradientAccumulator(tf.Module):
         self._window = Window(self._variables, self._strategy, self._reduction)
         self._skipped = replicas.variable(self._strategy, [], tf.float32, "skipped")
         self._build_optimizer()
-        checks.optimizer(optimizer)  # a MultiOptimizer may know its inner ones only now
+        _optimizer_checks.optimizer(optimizer)  # a MultiOptimizer may know its inner ones only now
 
     @property
     def pending(self) -> Any:

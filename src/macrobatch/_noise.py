@@ -30,6 +30,15 @@ class Meter:
         """An update that begins, of a batch of so many examples, over all replicas."""
         return Update(self, examples)
 
+    def count(self, examples: Size) -> None:
+        """Counts an update that is not measured."""
+        before = replicas.read(self.state)
+        self.state.assign(noise.counted(before, tf.cast(examples, tf.float64)))
+
+    def updates(self) -> int:
+        """How many updates there were. Waits for the device."""
+        return int(noise.updates_of(self.state))
+
     def logs(self) -> Logs:
         """What is logged of the updates so far."""
         return noise.logs_of(replicas.read(self.state))

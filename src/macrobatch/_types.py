@@ -207,6 +207,10 @@ class Engine:
         """What a variable of the backend holds, as a tensor."""
         return value
 
+    def copied(self, value: Tensor) -> Tensor:
+        """A copy, where Keras may change a value in place: it multiplies masks into weights."""
+        return value
+
     def sum_over_replicas(self, values: List[Tensor]) -> List[Tensor]:
         """The sums of values over all replicas."""
         return values

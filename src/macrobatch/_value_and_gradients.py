@@ -17,7 +17,7 @@ from macrobatch._keras.sequences import low_precision
 from macrobatch._meeting import OfForward, OfLossFn
 from macrobatch._own_steps import patches
 from macrobatch._sizes import limit as limits
-from macrobatch._tensorflow import checks, graph, replicas, size_checks, sums, trial
+from macrobatch._tensorflow import checks, graph, replicas, sums, trial
 from macrobatch._tensorflow import loss_fn as loss_fns
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.loop import Loop
@@ -153,7 +153,7 @@ def value_and_gradients(
     sizes: Any = (cut.size, cut.tokens)
     limits.parsed(memory_limit)
     if batch_checks.AUTO not in sizes:
-        size_checks.no_limit_with_size(memory_limit, cut.size or cut.tokens)
+        limits.no_limit_with_size(memory_limit, cut.size or cut.tokens)
     status = _internals.autograph_status()
     loss_fns.checked(loss_fn, forward is not None)
     if forward is not None:

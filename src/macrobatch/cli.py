@@ -1,5 +1,5 @@
-"""The command `macrobatch`: its arguments. What `macrobatch run` does is in _workers.launch, what
-`macrobatch verify` and `macrobatch plan` do in _verify.command and _plan.command.
+"""The command `macrobatch`: its arguments. What `macrobatch run` does is in _run.command, and with
+workers in _workers.launch; what `macrobatch verify` and `macrobatch plan` do in their own rooms.
 
 Nothing here uses TensorFlow, which takes seconds to import.
 """
@@ -11,8 +11,12 @@ from typing import Any, Dict, List, Optional, Sequence
 
 from macrobatch import __version__
 from macrobatch._plan import command as planning
+from macrobatch._run import command as running
 from macrobatch._verify import command as verification
-from macrobatch._workers import launch
+
+
+class CannotRun(Exception):
+    """A command line that cannot be run, and why."""
 
 
 def main(arguments: Optional[Sequence[str]] = None) -> int:
@@ -23,6 +27,8 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     commands.required = True
     adders = {"run": (_add_run, _run), "verify": (_add_verify, _verify), "plan": (_add_plan, _plan)}
     parsers = {name: add(commands) for name, (add, _) in adders.items()}
+    for each in (parsers["verify"], parsers["plan"]):
+        each.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options = parser.parse_args(arguments)
     _, start = adders[options.command]
     return start(parsers[options.command], options)
@@ -32,23 +38,75 @@ def _add_run(commands: Any) -> argparse.ArgumentParser:
     run: argparse.ArgumentParser = commands.add_parser(
         "run",
         allow_abbrev=False,
-        usage="macrobatch run --workers N [--devices-per-worker N] (script.py | -m module) ...",
-        help="run a script in several worker processes on this machine",
-        description="Runs a script in several worker processes on this machine, with TF_CONFIG "
-        "set for tf.distribute.MultiWorkerMirroredStrategy. If a worker fails, all are stopped.",
+        usage="macrobatch run [options] (script.py | -m module) ...",
+        help="run a Keras script with every fit() accumulated, in one process or in several",
+        description="Runs a Keras script as it is, with every fit() accumulated: the updates of "
+        "its batches, in the memory of micro-batches. What the script sets itself with macrobatch "
+        "wins. A model that cannot be accumulated trains as before, with a warning.",
+        epilog="Example: macrobatch run --micro-batch-size 8 train.py --epochs 3",
     )
-    run.add_argument("--workers", type=int, required=True, metavar="N", help="number of processes")
     run.add_argument(
+        "--micro-batch-size",
+        type=_size,
+        default="auto",
+        metavar="N|auto|off",
+        help="examples in memory at one time; auto, the default, finds how many; off changes no "
+        "fit(), and is for --workers",
+    )
+    run.add_argument(
+        "--sequence-axis", type=int, metavar="N", help="the axis along which sequences are padded"
+    )
+    run.add_argument(
+        "--nonfinite",
+        choices=("propagate", "skip", "raise"),
+        help="what to do with examples whose loss or gradient is not finite",
+    )
+    run.add_argument(
+        "--verify",
+        action="store_const",
+        const="stop",
+        help="compare the update of the first batch of each model with that of the whole batch. If "
+        "they differ, end with exit code 1; with --verify=warn, go on",
+    )
+    # An option of its own: --verify must not take the script for its value.
+    run.add_argument(
+        "--verify=warn", dest="verify", action="store_const", const="warn", help=argparse.SUPPRESS
+    )
+    several = run.add_argument_group(
+        "several processes",
+        "TF_CONFIG is set for tf.distribute.MultiWorkerMirroredStrategy. If a worker fails, all "
+        "are stopped. Linux and macOS.",
+    )
+    several.add_argument("--workers", type=int, metavar="N", help="number of processes")
+    several.add_argument(
         "--devices-per-worker",
         type=int,
-        default=1,
         metavar="N",
         help="GPUs of each worker, its own; on a machine without, logical CPU devices. 1 if not "
         "given. CUDA_VISIBLE_DEVICES=-1 leaves GPUs alone.",
     )
+    several.add_argument(
+        "--log-dir", metavar="DIR", help="write the output of each worker to DIR/worker-N.log too"
+    )
+    several.add_argument(
+        "--max-restarts",
+        type=int,
+        metavar="N",
+        help="start all workers again if one fails, N times at most; 0 if not given",
+    )
     run.add_argument("-m", dest="module", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     run.add_argument("script", nargs=argparse.REMAINDER, help="what to run, with its arguments")
     return run
+
+
+def _size(text: str) -> Any:
+    if text in ("auto", "off"):
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(
+            f"must be a positive integer, auto or off. Received: {text}."
+        )
+    return int(text)
 
 
 def _add_verify(commands: Any) -> argparse.ArgumentParser:
@@ -122,7 +180,12 @@ def _plan(parser: argparse.ArgumentParser, options: Any) -> int:
     return planning.run(
         options.target,
         planning.Options(
-            options.memory_limit, options.objective, settings, options.plot, options.json
+            options.memory_limit,
+            options.objective,
+            settings,
+            options.plot,
+            options.json,
+            options.debug,
         ),
     )
 
@@ -141,42 +204,80 @@ def _given(options: Any, names: Sequence[str]) -> Dict[str, Any]:
 def _verify(parser: argparse.ArgumentParser, options: Any) -> int:
     _check_target(parser, options)
     names = ("micro_batch_size", "micro_batch_tokens", "sequence_axis", "whole_batch_loss")
-    return verification.run(options.target, _given(options, names), options.json)
+    return verification.run(options.target, _given(options, names), options.json, options.debug)
 
 
 def _run(run: argparse.ArgumentParser, options: Any) -> int:
     command = options.script if options.module is None else ["-m", *options.module]
-    devices = options.devices_per_worker
+    settings: Optional[Dict[str, Any]] = _given(
+        options, ("micro_batch_size", "sequence_axis", "nonfinite", "verify")
+    )
+    if options.micro_batch_size == "off":
+        settings = None
     try:
-        _check(options.workers, devices, command)
-        launch.check_descriptors(options.workers)
-        gpus = launch.gpus_of_workers(options.workers, devices)
-    except ValueError as error:
+        _check_command(command)
+        _check_off(options)
+        if options.workers is None:
+            _check_one_process(options)
+            return running.run(command, settings)
+        devices = 1 if options.devices_per_worker is None else options.devices_per_worker
+        restarts = options.max_restarts or 0
+        _check_workers(options.workers, devices, restarts)
+        # It needs what Windows has not.
+        from macrobatch._workers import launch
+
+        try:
+            launch.check_descriptors(options.workers)
+            gpus = launch.gpus_of_workers(options.workers, devices)
+        except ValueError as error:
+            raise CannotRun(str(error)) from error
+    except CannotRun as error:
         run.error(str(error))
-    return launch.Launch().run(options.workers, 1 if gpus else devices, gpus, command)
+    cpus = 1 if gpus else devices
+    return launch.run(options.workers, cpus, gpus, command, settings, options.log_dir, restarts)
 
 
-def _check(workers: int, devices: int, command: List[str]) -> None:
-    """Raises for a command line that cannot be run."""
-    if os.name != "posix":
-        raise ValueError(
-            "macrobatch run works on Linux and macOS. "
-            f"Received: {sys.platform}. On Windows, use WSL (Windows Subsystem for Linux)."
-        )
-    for name, value in (("--workers", workers), ("--devices-per-worker", devices)):
-        if value < 1:
-            raise ValueError(f"{name} must be 1 or more. Received: {name} {value}.")
+def _check_command(command: List[str]) -> None:
     if command in ([], ["-m"]):
-        raise ValueError(
-            "a script.py, or -m and a module, must follow the options. Received: none."
-        )
+        raise CannotRun("a script.py, or -m and a module, must follow the options. Received: none.")
     if command[0] != "-m" and not os.path.isfile(command[0]):
-        raise ValueError(
+        raise CannotRun(
             "the script must be a Python file, and options of macrobatch run come before it. "
             f"Received: {command[0]}, which is not a file in {os.getcwd()}."
         )
+
+
+def _check_off(options: Any) -> None:
+    """Raises for settings of `accumulate` where nothing is accumulated."""
+    names = ("sequence_axis", "nonfinite", "verify")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+    if options.micro_batch_size == "off" and given:
+        raise CannotRun(
+            f"{given[0]} is for fits that are accumulated. Received: {given[0]} and "
+            "--micro-batch-size off. Leave one of them out."
+        )
+
+
+def _check_one_process(options: Any) -> None:
+    names = ("devices_per_worker", "log_dir", "max_restarts")
+    given = [f"--{name.replace('_', '-')}" for name in names if getattr(options, name) is not None]
+    if given:
+        raise CannotRun(f"{given[0]} is for several processes. Received: no --workers N.")
+
+
+def _check_workers(workers: int, devices: int, restarts: int) -> None:
+    """Raises where workers cannot be started."""
+    if os.name != "posix":
+        raise CannotRun(
+            "macrobatch run --workers works on Linux and macOS. "
+            f"Received: {sys.platform}. On Windows, use WSL (Windows Subsystem for Linux)."
+        )
+    least = (("--workers", workers, 1), ("--devices-per-worker", devices, 1))
+    for name, value, smallest in (*least, ("--max-restarts", restarts, 0)):
+        if value < smallest:
+            raise CannotRun(f"{name} must be {smallest} or more. Received: {name} {value}.")
     if "TF_CONFIG" in os.environ:
-        raise ValueError(
+        raise CannotRun(
             "TF_CONFIG must not be set, because macrobatch run sets it for each worker. "
             f"Received: TF_CONFIG={os.environ['TF_CONFIG']}. If a scheduler has set it, that "
             "scheduler starts the workers: let it run `python script.py`. Otherwise unset it."

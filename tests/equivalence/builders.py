@@ -2,7 +2,6 @@
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import layers
 from support import DensePlain
 
@@ -177,8 +176,8 @@ class SometimesUsed(keras.Model):
     def call(self, inputs):
         outputs = self.always(inputs)
         used = inputs[:, :1] > 0
-        if tf.reduce_any(used):
-            outputs += tf.where(used, self.sometimes(inputs), 0.0)
+        if keras.ops.any(used):
+            outputs = outputs + keras.ops.where(used, self.sometimes(inputs), 0.0)
         return outputs
 
 
@@ -194,12 +193,12 @@ class Branching(keras.Model):
         self.last.build([None, 4])
 
     def call(self, inputs):
-        rows = tf.cond(
-            tf.reduce_sum(inputs) > 3,
+        rows = keras.ops.cond(
+            keras.ops.sum(inputs) > 3,
             lambda: self.embedding(inputs),
             lambda: 2 * self.embedding(inputs),
         )
-        return self.last(tf.reduce_sum(rows, axis=1))
+        return self.last(keras.ops.sum(rows, axis=1))
 
 
 # Gradients that only variables get
@@ -214,59 +213,3 @@ class Recomputed(keras.Model):
 
     def call(self, inputs):
         return self.second(self.first(inputs))
-
-
-class InFunction(layers.Layer):
-    def __init__(self):
-        super().__init__()
-        self.layer = layers.Dense(2)
-
-    def build(self, shape):
-        self.layer.build(shape)
-
-    @tf.function
-    def call(self, inputs):
-        return self.layer(inputs)
-
-
-class OwnGradient(InFunction):
-    def call(self, inputs):
-        @tf.custom_gradient
-        def halved(x):
-            with tf.GradientTape(persistent=True) as tape:
-                tape.watch(x)
-                outputs = self.layer(x)
-
-            def gradient(upstream, variables=None):
-                gradients = tape.gradient(outputs, [x, *(variables or [])], upstream)
-                gradients = [0.5 * g for g in gradients]
-                return gradients[0], gradients[1:]
-
-            return outputs, gradient
-
-        return halved(inputs)
-
-
-# Inputs that are no arrays
-
-
-def ragged():
-    inputs = keras.Input([None], dtype="int32", ragged=True)
-    embedded = layers.Embedding(11, 4)(inputs)
-    pooled = layers.Lambda(lambda t: tf.reduce_mean(t, axis=1), output_shape=(4,))(embedded)
-    return keras.Model(inputs, layers.Dense(2)(pooled))
-
-
-def ragged_batches():
-    rows = tf.ragged.constant([list(row[row > 0]) for row in tokens()], dtype=tf.int32)
-    return tf.data.Dataset.from_tensor_slices((rows, Y)).batch(8)
-
-
-def sparse():
-    inputs = keras.Input([4], sparse=True)
-    return keras.Model(inputs, layers.Dense(2)(inputs))
-
-
-def sparse_batches():
-    x = tf.sparse.from_dense(X * (data(N, 4, seed=9) > 0))
-    return tf.data.Dataset.from_tensor_slices((x, Y)).batch(8)

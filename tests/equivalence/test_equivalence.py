@@ -6,6 +6,7 @@ import model_cases
 import numpy as np
 import pytest
 import support
+import tensorflow_cases
 from builders import X, Y, data, dense, tagger
 from case import parameters
 from keras import layers, optimizers
@@ -21,7 +22,9 @@ def test_losses(case, mode, monkeypatch):
     case.check(mode, monkeypatch)
 
 
-@pytest.mark.parametrize(("case", "mode"), parameters(model_cases.CASES))
+@pytest.mark.parametrize(
+    ("case", "mode"), parameters({**model_cases.CASES, **tensorflow_cases.CASES})
+)
 def test_models(case, mode, monkeypatch):
     case.check(mode, monkeypatch)
 

@@ -329,6 +329,14 @@ def test_where_the_size_shows_it_is_only_shrunk(layer, monkeypatch):
         np.testing.assert_array_equal(one.numpy(), other.numpy())
 
 
+def test_draws_of_tf_random_show_the_size():
+    noisy = keras.layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x), dtype=x.dtype))
+    model = macrobatch.accumulate(compiled(dense(noisy)), micro_batch_size=2)
+    with pytest.warns(macrobatch.ExactnessWarning, match="tf.random"):  # no verdict
+        fitted(model)
+    assert macrobatch._fit.install.accumulation_of(model).shows_size is True
+
+
 def test_another_error_is_none_of_our_business():
     def fail(y_true, y_pred):
         with tf.control_dependencies(
@@ -363,7 +371,13 @@ def watched(monkeypatch):
     monkeypatch.setattr(autos.Rehearsal, "of_update", lambda self: 0)
 
 
-@pytest.mark.parametrize("layers", [(), (keras.layers.BatchNormalization,)], ids=["exact", "norm"])
+@pytest.mark.parametrize(
+    "layers",
+    [
+        pytest.param((), id="exact"),
+        pytest.param((keras.layers.BatchNormalization,), id="norm", marks=thorough),
+    ],
+)
 @pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
 def test_memory_is_watched_where_running_out_is_no_error(layers, watched, monkeypatch):
     expected = plain()

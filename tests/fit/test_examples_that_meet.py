@@ -174,6 +174,9 @@ def test_losses_in_which_examples_meet(loss, size):
     outputs = 1 if name_of(loss) == "dice" else CLASSES
     is_scalar = name_of(loss) in ("dice", "correlation")  # which has a message of its own
     (message,) = said_of(build(outputs=outputs), loss=loss, size=size, strict=not is_scalar)
+    if size == 1 and loss is supervised_contrastive:  # An example alone has no other of its class:
+        assert message.startswith("It is not known whether examples meet")  # weights become NaN.
+        return
     assert message.startswith(f"Examples meet in these losses: {name_of(loss)!r}. ")
     assert "whole_batch_loss=True" in message
 
@@ -182,7 +185,9 @@ def test_losses_in_which_examples_meet(loss, size):
 @pytest.mark.parametrize("layer", LAYERS)
 def test_layers_in_which_examples_meet(layer, size):
     model = build(layer(name="culprit"), layers.Dense(4))
-    (message,) = said_of(model, size=size, strict=layer is not Router)  # an expert may be idle
+    # An expert may be idle. Keras warns of a softmax over a single example.
+    is_strict = layer is not Router and not (layer is AcrossExamples and size == 1)
+    (message,) = said_of(model, size=size, strict=is_strict)
     assert message.startswith("Examples meet in these layers: 'culprit'. ")
     assert "LayerNormalization" in message
 

@@ -40,7 +40,7 @@ def two_outputs():
 
 
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
-@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("mode", ["graph", "eager", pytest.param("compiled", marks=thorough)])
 def test_an_output_whose_loss_is_a_number(mode):
     losses = ["mse", lambda y, y_pred: 0.0]
     check(two_outputs, X, [Y, Y], loss=losses, plain={}, **MODES[mode])
@@ -400,7 +400,7 @@ class OwnCall(keras.losses.Loss):
         return ops.mean(ops.square(y - y_pred), -1)
 
 
-@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("mode", ["graph", "eager", pytest.param("compiled", marks=thorough)])
 def test_a_loss_with_its_own_call_that_returns_a_vector(mode):
     """Keras trains on its sum."""
     check(dense, X, Y, loss=lambda: OwnCall(), optimizer=slow, **MODES[mode])
@@ -414,7 +414,7 @@ class MeanOfPositive(keras.Model):
         return ops.sum(there * ops.square(y - y_pred)) / ops.sum(there)
 
 
-@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("mode", ["graph", "eager", pytest.param("compiled", marks=thorough)])
 def test_a_micro_batch_without_weight_counts_nothing(mode):
     def build():
         inputs = keras.Input([4])

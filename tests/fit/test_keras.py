@@ -116,7 +116,7 @@ def test_recompiling_keeps_accumulating():
     assert_same(plain, accumulated)
 
 
-def test_evaluation_is_cut_too_and_prediction_is_not():
+def test_evaluation_and_prediction_are_cut_too():
     sizes = Sizes()
     model = compiled(keras.Sequential([keras.Input([4]), sizes, layers.Dense(2)]))
     plain = keras.Model(model.inputs, model.outputs)
@@ -128,7 +128,7 @@ def test_evaluation_is_cut_too_and_prediction_is_not():
     np.testing.assert_allclose(accumulated, plain.evaluate(X, Y, batch_size=8, verbose=0))
     sizes.seen.clear()
     model.predict(X, batch_size=8, verbose=0)
-    assert set(sizes.seen) == {8}
+    assert max(sizes.seen) == 3
 
 
 def test_a_test_step_of_the_users_is_left_alone():
@@ -204,7 +204,7 @@ class OwnLoss(keras.Model):
         return keras.ops.mean((y - y_pred) ** 2) + keras.ops.sum(self.losses)
 
 
-@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("mode", ["graph", "eager", pytest.param("compiled", marks=thorough)])
 def test_an_own_compute_loss(mode):
     def build():
         inputs = keras.Input([4])
@@ -222,7 +222,7 @@ class TokenLoss(keras.Model):
         return keras.ops.sum(mask * (y - y_pred) ** 2) / keras.ops.sum(mask)
 
 
-@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("mode", ["graph", "eager", pytest.param("compiled", marks=thorough)])
 def test_the_weight_of_a_micro_batch(mode):
     def build():
         inputs = keras.Input([4])
@@ -256,7 +256,7 @@ class OwnMetrics(keras.Model):
         return {"twice_the_loss": 2 * logs["loss"], "own": self.largest.result()}
 
 
-@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("mode", ["graph", "eager", pytest.param("compiled", marks=thorough)])
 def test_own_metrics(mode):
     def build():
         inputs = keras.Input([4])
@@ -609,7 +609,7 @@ def test_other_variables_written_by_layers_are_carried_with_a_warning():
 # Scalar losses
 
 
-@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("mode", ["graph", "eager", pytest.param("compiled", marks=thorough)])
 def test_scalar_losses_enter_by_share_with_a_warning(mode):
     def scalar(y_true, y_pred):
         return keras.ops.mean((y_true - y_pred) ** 2)

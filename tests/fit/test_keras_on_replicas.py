@@ -10,7 +10,7 @@ import pytest
 import support
 import tensorflow as tf
 from keras import layers, optimizers
-from support import assert_same, check
+from support import assert_same, check, thorough
 from test_accumulator_everywhere import mirrored
 from test_replicas import made_in
 from test_workers import HERE, environment
@@ -74,7 +74,8 @@ def clipped():
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "micro_batch_size"), [(optimizers.SGD, 8), (optimizers.SGD, 1), (clipped, 4)]
+    ("optimizer", "micro_batch_size"),
+    [pytest.param(optimizers.SGD, 8, marks=thorough), (optimizers.SGD, 1), (clipped, 4)],
 )
 @pytest.mark.filterwarnings("ignore:Nothing is being accumulated")
 def test_gradients_are_reduced_once(optimizer, micro_batch_size, strategy):
@@ -203,7 +204,7 @@ def test_released(strategy):
     before = set(vars(model))
     macrobatch.release(model)
     installed = {"train_step", "test_step", "make_train_function", "make_test_function"}
-    installed |= {"_maybe_symbolic_build"}
+    installed |= {"predict_step", "make_predict_function", "_maybe_symbolic_build"}
     assert before - set(vars(model)) == installed
     model.fit(*data(8), batch_size=8, verbose=0)
 

@@ -308,8 +308,29 @@ def test_a_failure_changes_nothing():
     model = compiled(models.OwnLoss())
     model(X)
     before = everything(model)
-    with pytest.raises(ValueError, match="not finite"):
-        verified(model, (X, models.numbers(2) * np.inf))
+    with pytest.raises(ValueError, match="same number"):
+        verified(model, (X, Y[:3]))
+    assert everything(model) == before
+
+
+@pytest.mark.parametrize(
+    ("batch", "names"),
+    [
+        ((X, models.numbers(2) * np.inf), ("y",)),
+        ((np.where(np.arange(len(X))[:, None] == 5, np.nan, X), Y), ("x",)),
+        ((X * 1e300, Y * 1e300), ("loss",)),
+    ],
+    ids=["targets", "one example", "overflow"],
+)
+def test_a_batch_that_is_not_finite(batch, names):
+    model = compiled(models.OwnLoss())
+    model(X)
+    before = everything(model)
+    report = verified(model, batch)
+    assert report.exact is None
+    assert kinds(report) == ["not_finite"]
+    assert report.causes[0].names == names
+    assert str(report).startswith("COULD NOT TELL")
     assert everything(model) == before
 
 

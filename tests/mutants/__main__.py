@@ -22,6 +22,7 @@ import noise
 import nonfinite
 import plan
 import replicas
+import run
 import sequences
 import sizes
 import steps
@@ -34,7 +35,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 ROOT = os.path.dirname(os.path.dirname(HERE))
 ROOMS = (
     *(fit, loops, windows, replicas, sequences, meeting, whole_batch, steps, nonfinite, verify),
-    *(sizes, plan, noise),
+    *(sizes, plan, noise, run),
 )
 ALL = [mutant for room in ROOMS for mutant in room.MUTANTS]
 TIMEOUT = 300  # replicas that disagree may wait for each other for ever

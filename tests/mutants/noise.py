@@ -4,7 +4,7 @@ from mutant import Mutant
 
 FIT, ROOM = "fit/test_noise_scale.py::", "rooms/test_noise.py::"
 BY_HAND = FIT + "test_as_written_out"
-ARITHMETIC, METER, STEPS = "_keras/noise.py", "_noise.py", "_fit/steps.py"
+ARITHMETIC, METER, STEPS = "_keras/noise.py", "_noise.py", "_fit/noise.py"
 
 MUTANTS = [
     Mutant(
@@ -80,8 +80,8 @@ MUTANTS = [
     Mutant(
         "noise scale: counts that were guessed stay so",
         STEPS,
-        "noise.finish(part.sums[place : place + 2], [1.0, *factors], scale)",
-        "noise.finish(part.sums[place : place + 2], [1.0] * (1 + len(factors)), scale)",
+        "self._update.finish(summed[place : place + 2], [1.0, *factors], scale)",
+        "self._update.finish(summed[place : place + 2], [1.0] * (1 + len(factors)), scale)",
         (BY_HAND + "[eager]",),
     ),
     Mutant(
@@ -92,10 +92,31 @@ MUTANTS = [
         (FIT + "test_in_a_loop",),
     ),
     Mutant(
+        "noise scale: the function that measures comes too late",
+        STEPS,
+        "self.measures = always or self._left < steps",
+        "self.measures = always or self._left < 1 - steps",
+        (FIT + "test_updates_that_are_not_measured_run_a_function_of_their_own",),
+    ),
+    Mutant(
+        "noise scale: all updates run the function that measures",
+        STEPS,
+        "self.measures = always or self._left < steps",
+        "self.measures = True",
+        (FIT + "test_updates_that_are_not_measured_run_a_function_of_their_own",),
+    ),
+    Mutant(
+        "noise scale: updates that are not measured do not count",
+        STEPS,
+        "self._meter.count(self._examples)",
+        "pass",
+        (FIT + "test_updates_that_are_not_measured_run_a_function_of_their_own",),
+    ),
+    Mutant(
         "noise scale: an interrupted fit goes on being measured",
         "_fit/install.py",
-        "self.noise = self.model.train_function = None",
-        "pass",
+        "            self._measure(None)\n",
+        "            pass\n",
         (FIT + "test_measures_only_in_its_own_fit",),
     ),
 ]

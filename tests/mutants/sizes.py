@@ -93,4 +93,11 @@ MUTANTS = [
         "",
         (CACHE_TESTS + "a_damaged_file_is_ignored_with_a_warning",),
     ),
+    Mutant(
+        "sizes: draws of tf.random do not show the size",
+        STEPS,
+        "                self.shows_size = True\n",
+        "                pass\n",
+        (FIT + "draws_of_tf_random_show_the_size",),
+    ),
 ]

@@ -131,9 +131,16 @@ MUTANTS = [
     Mutant(
         "verify: settings of the model are forgotten",
         "_accumulate.py",
-        "True if isinstance(accumulation, WholeBatchAccumulation) else None",
-        "None",
+        '"whole_batch_loss": of_whole_batch or None',
+        '"whole_batch_loss": None',
         (TESTS + "whole_batch_loss_as_the_way_out",),
+    ),
+    Mutant(
+        "verify: what is not finite has a verdict",
+        "_verify/verify.py",
+        "                raise _NotFinite(where, made)\n",
+        "                pass\n",
+        (TESTS + "a_batch_that_is_not_finite",),
     ),
     Mutant(
         "verify: the exit code tells nothing",

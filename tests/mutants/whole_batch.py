@@ -104,7 +104,7 @@ MUTANTS = [
     Mutant(
         "whole batch: random operations go unnoticed in a graph",
         PASSES,
-        "            loop_checks.draws_nothing_anew(self.loop.operations())\n",
+        "            _loop_checks.draws_nothing_anew(self.loop.operations())\n",
         "            pass\n",
         (FORWARD + "test_random_numbers_must_be_drawn_from_seeds",),
     ),

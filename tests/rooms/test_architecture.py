@@ -13,8 +13,13 @@ FILES = {
 }
 
 # Who may import whom. A room may always import from itself.
-SHARED = {"_types", "_checks", "_internals"}
+SHARED = {"_types", "_checks", "_internals", "_backends", "_optimizer_checks", "_loop_checks"}
 MAY_IMPORT = {
+    "_backends": {"_checks"},
+    "_optimizer_checks": {"_internals"},
+    "_loop_checks": {"_checks"},
+    "_jax": {*SHARED, "_batches", "_keras"},
+    "_torch": {*SHARED, "_batches", "_keras"},
     "_types": set(),
     "_checks": set(),
     "_internals": set(),
@@ -51,7 +56,7 @@ MAY_IMPORT = {
         "_sizes",
     },
     "_gradient_noise_scale": {*SHARED, "_noise", "_fit"},
-    "_accumulate": {*SHARED, "_tensorflow", "_batches", "_keras", "_fit", "_sizes"},
+    "_accumulate": {*SHARED, "_batches", "_keras", "_sizes"},
     "_no_trace": {*SHARED, "_tensorflow", "_batches", "_keras", "_fit"},
     "_verify": {
         *SHARED,
@@ -63,7 +68,12 @@ MAY_IMPORT = {
         *("_tensorflow", "_batches", "_keras", "_fit", "_sizes"),
         *("_accumulate", "_no_trace"),
     },
-    "cli": {"_workers", "_verify", "_plan"},
+    "_run": {
+        *SHARED,
+        *("_tensorflow", "_keras", "_fit", "_sizes", "_workers"),
+        *("_accumulate", "_no_trace", "_verify"),
+    },
+    "cli": {"_workers", "_verify", "_plan", "_run"},
     "__main__": {"cli"},
 }
 
@@ -71,6 +81,8 @@ MAY_IMPORT = {
 ON_TENSORFLOW_1 = {
     "_types",
     "_checks",
+    "_backends",
+    "_optimizer_checks",
     "_internals.patch",
     "_internals.replaced",
     "_internals.models",
@@ -131,6 +143,26 @@ def test_arithmetic_and_batches_know_no_backend(module):
 @pytest.mark.parametrize("module", [m for m in FILES if room_of(m) == "_tensorflow"])
 def test_the_engine_knows_no_keras(module):
     assert not [name for name in imports_of(FILES[module]) if name.split(".")[0] == "keras"]
+
+
+@pytest.mark.parametrize("module", FILES)
+def test_each_backend_is_in_its_engine_only(module):
+    engines = {"_jax": "jax", "_torch": "torch"}
+    imported = {name.split(".")[0] for name in imports_of(FILES[module])}
+    others = {"tensorflow", *engines.values()} - {engines.get(room_of(module))}
+    if room_of(module) not in engines:
+        others -= {"tensorflow"}
+    assert not imported & others
+
+
+# What `accumulate` needs before it knows the backend.
+NEUTRAL = ["_accumulate", "_batches", "_keras", "_checks", "_backends", "_types", "_internals"]
+
+
+@pytest.mark.parametrize("module", [m for m in FILES if room_of(m) in NEUTRAL])
+def test_the_way_in_imports_no_backend(module):
+    imported = {name.split(".")[0] for name in at_import_time(FILES[module])}
+    assert not imported & {"tensorflow", "jax", "torch"}
 
 
 @pytest.mark.parametrize("name", ["limit", "peaks"])

@@ -1,5 +1,6 @@
 """Each mutant can still be applied: its text stands once in its file, and its tests are there."""
 
+import importlib.util
 import pathlib
 import sys
 
@@ -7,17 +8,25 @@ import pytest
 
 HERE = pathlib.Path(__file__).parents[1]
 SOURCE = HERE.parent / "src" / "macrobatch"
+NO_MUTANTS = ("__main__", "mutant")
 
 
 def all_mutants():
     folder = HERE / "mutants"
-    sys.path.insert(0, str(folder))
+    sys.path.insert(0, str(folder))  # for the record that each file imports
     try:
-        files = [path.stem for path in sorted(folder.glob("*.py"))]
-        modules = [__import__(name) for name in files if name != "__main__"]
+        files = [path for path in sorted(folder.glob("*.py")) if path.stem not in NO_MUTANTS]
+        return [mutant for path in files for mutant in loaded(path).MUTANTS]
     finally:
         sys.path.remove(str(folder))
-    return [mutant for module in modules for mutant in getattr(module, "MUTANTS", [])]
+
+
+def loaded(path):
+    """The module in a file. By its name, the folder tests/fit would be found for another one."""
+    spec = importlib.util.spec_from_file_location(f"mutants_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 @pytest.mark.parametrize("mutant", all_mutants(), ids=lambda mutant: mutant.name)

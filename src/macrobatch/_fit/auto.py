@@ -32,7 +32,12 @@ RESERVE = 2**26  # bytes
 
 
 class Auto:
-    """The sizes of one model, in training and in testing."""
+    """The sizes of one model, in training and in testing.
+
+    Attributes:
+        memory_limit: what the user gave.
+        compiles: whether functions are compiled for one size each.
+    """
 
     def __init__(self, steps: Steps, memory_limit: Any):
         chosen = steps.cut.chosen
@@ -43,7 +48,7 @@ class Auto:
         self._searches: List[Optional[Search]] = [None, None]  # of testing and of training
         self._begun = 0
         self._key: Optional[Dict[str, Any]] = None
-        self._compiles = False
+        self.compiles = False
         self._rehearsal = Rehearsal(steps)
         self._agreed: Optional[Agreed] = None
         if replicas.has_several_workers(steps.strategy):
@@ -53,6 +58,11 @@ class Auto:
     def forget(self) -> None:
         """Looks again: the model may have been compiled anew."""
         self._searches, self._rehearsal = [None, None], Rehearsal(self._steps)
+
+    @property
+    def has_size(self) -> bool:
+        """Whether any batch has been trained with."""
+        return self._trained_size() is not None
 
     @property
     def is_settled(self) -> bool:
@@ -98,25 +108,7 @@ class Auto:
 
     def variant(self) -> Optional[int]:
         """What a graph is made for, beside its batches."""
-        return self._chosen.current if self._compiles else None
-
-    def for_each_size(self, first: Any, make: Callable[[], Any]) -> Callable[[Any], Logs]:
-        """A function of which there is one for each size, compiled for that size.
-
-        Args:
-            first: the function for the first size.
-            make: makes another one.
-        """
-        functions: Dict[int, Any] = {}
-        self._compiles = True
-
-        def function(iterator: Any) -> Logs:
-            size = self._chosen.current
-            if size not in functions:
-                functions[size] = make() if functions else first
-            return functions[size](iterator)
-
-        return function
+        return self._chosen.current if self.compiles else None
 
     def _next(self, search: Search, training: bool) -> int:
         """The size for a batch. Testing needs no rehearsals: its batches grow."""

@@ -1,5 +1,6 @@
 """The functions that Keras makes of the steps: what they refuse, and batches that run again."""
 
+import contextlib
 from typing import Any, Callable, Dict, Optional
 
 import tensorflow as tf
@@ -30,16 +31,19 @@ class Functions(Steps):
         again, batches are taken one by one.
         """
         model, auto = self.model, self.auto
-        made = self._made_by_keras(name, force)
+        steps, training = model.steps_per_execution, name == "make_train_function"
         if auto is not None and model.jit_compile and not self.compiles_steps():
-            made = auto.for_each_size(made, lambda: self._made_by_keras(name, True))
-        attempt = self._attempt(training=name == "make_train_function")
+            auto.compiles = True
+        made = self._of_each_kind(name, force)
+        attempt = self._attempt(training)
         if attempt is not None:
-            variant = (lambda: None) if auto is None else auto.variant
-            made = OneByOne(made, model.steps_per_execution, model.run_eagerly, attempt, variant)
+            made = OneByOne(made, steps, model.run_eagerly, attempt, self._kind)
 
         def function(iterator: Any) -> Any:
-            with graph.refusals_as_value_errors():
+            # Updates that are timed, to find a size, must all do the same.
+            is_timed = auto is not None and not auto.is_settled
+            turn = self.noise.taking(steps, is_timed) if training else contextlib.nullcontext()
+            with turn, graph.refusals_as_value_errors():
                 try:
                     return made(self._shared_out(iterator))
                 except tf.errors.InvalidArgumentError as error:
@@ -47,6 +51,23 @@ class Functions(Steps):
                     if explained is error:
                         raise
                     raise explained from error
+
+        return function
+
+    def _kind(self) -> Any:
+        """What a graph is made for, beside its batches."""
+        return self.noise.measures, None if self.auto is None else self.auto.variant()
+
+    def _of_each_kind(self, name: str, force: bool) -> Callable[..., Any]:
+        """A function of which there is one of each kind, made when it is first needed."""
+        first = self._made_by_keras(name, force)
+        functions: Dict[Any, Callable[..., Any]] = {}
+
+        def function(iterator: Any) -> Any:
+            kind = self._kind()
+            if kind not in functions:
+                functions[kind] = self._made_by_keras(name, True) if functions else first
+            return functions[kind](iterator)
 
         return function
 

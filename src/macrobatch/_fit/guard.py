@@ -6,8 +6,9 @@ from typing import Any, Callable, List
 
 import tensorflow as tf
 
+from macrobatch import _optimizer_checks
 from macrobatch._fit import finite_checks
-from macrobatch._tensorflow import checks, replicas, sums
+from macrobatch._tensorflow import replicas, sums
 from macrobatch._types import Gradient, Logs, Tensor
 
 # Where logs tell how many replicas have met numbers that are not finite.
@@ -36,8 +37,8 @@ class Guard:
 
     def start(self, optimizer: Any) -> None:
         """Looks at the optimizer of a step that is about to be made."""
-        checks.sees_overflows(optimizer, self.policy, "update")
-        self._scales = checks.has_dynamic_scale(optimizer)
+        _optimizer_checks.sees_overflows(optimizer, self.policy, "update")
+        self._scales = _optimizer_checks.has_dynamic_scale(optimizer)
 
     def look(self, looks: bool) -> None:
         """Lets steps only look whether their numbers are finite, or lets them write."""

@@ -9,12 +9,15 @@ import tensorflow as tf
 
 from macrobatch import _checks, _internals, _noise
 from macrobatch._batches.cut import Cut
-from macrobatch._fit import build, checks, own
+from macrobatch._fit import build, own, predict
 from macrobatch._fit.auto import Auto
 from macrobatch._fit.finite import Finite
 from macrobatch._fit.functions import Functions
 from macrobatch._fit.meeting import Meeting
+from macrobatch._fit.ran import Ran
 from macrobatch._keras import model as models
+from macrobatch._keras import model_checks
+from macrobatch._keras.report import overrides
 from macrobatch._keras.tried import Tried
 from macrobatch._tensorflow import checks as replica_checks
 from macrobatch._tensorflow import graph, replicas
@@ -32,6 +35,7 @@ class Accumulation(Functions):
         looks: whether the size of the first batch of a fit is still to be looked at.
         meeting: the trial whether examples meet.
         finite: runs batches without examples that are not finite, if asked for.
+        settings: what `accumulate` was called with, by name.
     """
 
     tries_losses = True
@@ -47,6 +51,8 @@ class Accumulation(Functions):
         super().__init__(model, cut, micro_batch_weight, nonfinite)
         self.auto = None if cut.chosen is None else Auto(self, memory_limit)
         self.looks = False
+        self._is_measured = False
+        self.settings: Dict[str, Any] = {}
         self._own = own.own_steps(model, cut, micro_batch_weight)
         self._replaced: Dict[str, Any] = {}
         self._types: Optional[Callable[[], Batch]] = None  # of the batches that come next
@@ -74,6 +80,9 @@ class Accumulation(Functions):
             methods["train_step"] = self.own_train_step
         own_test = "test_step" in self._own
         methods["test_step"] = self.own_test_step if own_test else self.test_step
+        if not overrides(self.model, "predict_step"):
+            methods["predict_step"] = self.predict_step
+            methods["make_predict_function"] = self.make_predict_function
         if self._has_workers() or self.auto is not None:
             methods["fit"] = self.fit
         if self.guard.is_wanted:
@@ -98,7 +107,7 @@ class Accumulation(Functions):
         """Forgets functions that were made before. In the middle of fit() Keras needs new ones."""
         model = self.model
         trains, tests = model.train_function is not None, model.test_function is not None
-        model.train_function = model.test_function = None
+        model.train_function = model.test_function = model.predict_function = None
         if trains:
             model.make_train_function()
         if tests:
@@ -107,18 +116,23 @@ class Accumulation(Functions):
     def measure(self, noise: Optional[_noise.Meter]) -> None:
         """Measures the gradient noise scale from the next batch on, or no more."""
         if noise is not None:
-            checks.can_be_measured("train_step" in self._own, not self.tries_losses)
+            model_checks.can_be_measured("train_step" in self._own, not self.tries_losses)
             _noise.in_any_order(self.cut.axis)
-        self.noise = noise
-        self._latest.clear()
+        self._measure(noise)
         self.model.train_function = None
         self.model.make_train_function()
+
+    def _measure(self, noise: Optional[_noise.Meter]) -> None:
+        self.noise.start(noise)
+        self._is_measured = noise is not None
+        self._latest.clear()
 
     def own_train_step(self, data: Any) -> Any:
         """The model's own, on gradients of the whole batch."""
         step = self._own["train_step"]
         logs = step(data)
         self._remember(step.examples)
+        self.ran.add(-(-step.examples // (self.cut.size or 1)))
         return logs
 
     def own_test_step(self, data: Any) -> Any:
@@ -126,6 +140,12 @@ class Accumulation(Functions):
         step = self._own["test_step"]
         # Keras would not reduce logs over workers.
         return replicas.for_reduction(step(data) if step.can_be_cut(data) else step.whole(data))
+
+    def predict_step(self, data: Any) -> Any:
+        """As Keras', in micro-batches. A size that is looked for must have been found."""
+        if self.auto is not None and not self.auto.has_size:
+            return type(self.model).predict_step(self.model, data)
+        return predict.predictions(self.model, self.cut, data)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras', on one of the workers of a cluster, or with sizes that are looked for."""
@@ -139,8 +159,19 @@ class Accumulation(Functions):
             own = callbacks.callbacks_of(self.strategy, own)
         if self.auto is not None:
             own = self.auto.callbacks(own)
+            self.model.predict_function = None  # It may know no size, or another one.
         call.arguments["callbacks"] = own
         return fit(*call.args, **call.kwargs)
+
+    def count(self) -> Ran:
+        """Counts batches and micro-batches from the next fit on."""
+        self.ran.start()
+        self.model.train_function = None  # which was traced without
+        return self.ran
+
+    def has_written(self) -> bool:
+        """Whether a batch has been trained with since the latest fit began."""
+        return int(replicas.read(self.first_batch)) > 0
 
     def _has_workers(self) -> bool:
         return isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy)
@@ -200,10 +231,10 @@ class Accumulation(Functions):
 
     def make_train_function(self, force: bool = False) -> Any:
         """As Keras', which calls it once at the start of a fit."""
-        if self.noise is not None and self.model.train_function is not None:
+        if self._is_measured and self.model.train_function is not None:
             # A fit that measured was interrupted, and this is another one.
-            self.noise = self.model.train_function = None
-            self._latest.clear()
+            self._measure(None)
+            self.model.train_function = None
         self.first_batch.assign(0)
         self.looks = True
         self._build_optimizer()
@@ -263,7 +294,7 @@ class Accumulation(Functions):
                 examples = int(replicas.read(self.first_batch))
                 count = 1 if self.strategy is None else self.strategy.num_replicas_in_sync
                 if self.cut.size and 0 < examples <= self.cut.size * count:
-                    _checks.warn(checks.no_accumulation(examples, self.cut.size, count))
+                    _checks.warn(model_checks.no_accumulation(examples, self.cut.size, count))
             return logs
 
         return train_function
@@ -278,6 +309,14 @@ class Accumulation(Functions):
             self.padding.done[False].assign(0)
             self.model.test_function = self.made("make_test_function", force)
         return self.model.test_function
+
+    def make_predict_function(self, force: bool = False) -> Any:
+        """As Keras', with refusals that are ValueErrors."""
+        model = self.model
+        if model.predict_function is None or force:
+            type(model).make_predict_function(model, force=force)
+            model.predict_function = graph.with_refusals(model.predict_function)
+        return model.predict_function
 
 
 def accumulation_of(model: Any) -> Optional[Accumulation]:
@@ -295,4 +334,4 @@ def _check_parts(model: Any) -> None:
     if accumulation_of(model) is None:
         parts = [part for part in _internals.layers_of(model) if accumulation_of(part) is not None]
         if parts:
-            _checks.warn(checks.only_a_part(model, parts[0]))
+            _checks.warn(model_checks.only_a_part(model, parts[0]))

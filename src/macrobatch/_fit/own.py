@@ -7,7 +7,8 @@ import tensorflow as tf
 from macrobatch import _checks, _internals
 from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
-from macrobatch._fit import checks, finite_checks
+from macrobatch._fit import finite_checks
+from macrobatch._keras import model_checks
 from macrobatch._keras.report import overrides
 from macrobatch._own_steps import checks as step_checks
 from macrobatch._own_steps import tracing
@@ -48,8 +49,8 @@ class OwnStep:
         """What the step makes of a whole batch."""
         model = self._model
         layers = _internals.layers_of(model)
-        checks.splittable_layers(layers)
-        checks.no_overwriting_variables(model.trainable_weights)
+        model_checks.splittable_layers(layers)
+        model_checks.no_overwriting_variables(model.trainable_weights)
         batch, examples = in_order.checked(graph.to_tensors(data), ENGINE)
         micro_batches = self._cut.apply(batch, examples, ENGINE)
         (self.examples,) = replicas.total_counts([examples])

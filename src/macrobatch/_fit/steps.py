@@ -8,18 +8,19 @@ from typing import Any, Callable, Dict, Iterator, List, Optional, Tuple
 import keras
 import tensorflow as tf
 
-from macrobatch import _checks, _internals, _noise
+from macrobatch import _checks, _internals, _loop_checks, _optimizer_checks
 from macrobatch._batches import checks as batch_checks
 from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
-from macrobatch._fit import build, checks, padding
+from macrobatch._fit import build, padding
 from macrobatch._fit.guard import Guard
+from macrobatch._fit.noise import Turns
+from macrobatch._fit.ran import Ran
 from macrobatch._keras import checks as keras_checks
 from macrobatch._keras import model as models
-from macrobatch._keras import probes, report
+from macrobatch._keras import model_checks, probes, report
 from macrobatch._keras.model import ModelStep
-from macrobatch._tensorflow import checks as tensorflow_checks
-from macrobatch._tensorflow import graph, loop_checks, replicas, sums, update
+from macrobatch._tensorflow import graph, replicas, sums, update
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.loop import Loop
 from macrobatch._tensorflow.parts import after, gradients_of, nothing_like
@@ -38,7 +39,8 @@ class Steps:
         begun: how many batches have begun to write, where a batch may be run again.
         is_rehearsal: whether steps are traced, or run, up to where they would write.
         shows_size: whether the size of micro-batches shows in the update; None if not yet known.
-        noise: what measures the gradient noise scale, if anything does.
+        noise: measures the gradient noise scale, if asked for.
+        ran: how many batches and micro-batches there were, if they are counted.
     """
 
     def __init__(
@@ -67,7 +69,8 @@ class Steps:
         self._has_run = False
         # In eager mode on replicas, the latest part of each kind of batch, and its step.
         self._latest: Dict[Any, Tuple[Part, ModelStep]] = {}
-        self.noise: Optional[_noise.Meter] = None
+        self.noise = Turns()
+        self.ran = Ran(self.strategy)
 
     def train_step(self, data: Any) -> Logs:
         """Makes the update that the whole batch would have made; a replica has a part of it."""
@@ -79,7 +82,7 @@ class Steps:
             penalty = model.regularization()
             scaled_penalty = penalty * scale / replicas.count()  # this replica's part of it
         penalties = tape.gradient(scaled_penalty, weights)
-        noise = None if self.noise is None else self.noise.start(whole.examples)
+        noise = self.noise.of_step(whole.examples, len(weights))
 
         def step(micro_batch: Batch, values: Any, counts: Optional[Tensor], how: How) -> Part:
             known = whole._replace(counts=counts)
@@ -94,9 +97,7 @@ class Steps:
                     [sums.scaled(sums.widened(g), there) for g in own] for own in of_losses
                 ]
             latest = outcome.logs, known.guesses if counts is None else []
-            measured = []
-            if noise is not None:
-                measured = noise.of_micro_batch(of_losses, ENGINE.examples(micro_batch))
+            measured = noise.of_micro_batch(of_losses, ENGINE.examples(micro_batch))
             return Part(
                 [*(g for own in of_losses for g in own), *measured, *outcome.reported],
                 outcome.counts,
@@ -118,17 +119,12 @@ class Steps:
             told.write()
             model.written.write(part.written[1:], part.moments)
             self._remember(whole.examples)
-            if noise is None:
-                self._update(model.trained, gradients)
-            else:
-                of_all = [sums.scaled(each, float(replicas.count())) for each in penalties]
-                self._update(model.trained, gradients, lambda found: noise.look(found, of_all))
-                place = len(model.trained) * (1 + len(factors))
-                noise.finish(part.sums[place : place + 2], [1.0, *factors], scale)
+            self._update(model.trained, gradients, noise.looking(penalties))
+            noise.finish(part.sums, factors, scale)
 
         with self._writing((gradients, part)):
             outcome = self.guard.write(gradients, list(told.values), write)
-            measured = {} if self.noise is None else self.noise.logs()
+            measured = noise.logs()
         return replicas.for_reduction({**told.logs, **measured, **outcome})
 
     def test_step(self, data: Any) -> Logs:
@@ -172,11 +168,11 @@ class Steps:
         """This replica's micro-batches, and what is known of the whole batch."""
         model = self.model
         self.check_scope()
-        tensorflow_checks.optimizer(model.optimizer)
+        _optimizer_checks.optimizer(model.optimizer)
         if training:
             self.guard.start(model.optimizer)
-        checks.splittable_layers(_internals.layers_of(model))
-        checks.no_overwriting_variables(model.trainable_weights)
+        model_checks.splittable_layers(_internals.layers_of(model))
+        model_checks.no_overwriting_variables(model.trainable_weights)
         batch = graph.to_tensors(keras.utils.unpack_x_y_sample_weight(data))
         self.build(batch)
         several = replicas.in_several()
@@ -187,6 +183,8 @@ class Steps:
             first = micro_batches.first()
             build.by_running(self._step_to_build_with(training), first)
         (examples_of_all,) = replicas.total_counts([examples])
+        if training and not self.is_rehearsal:
+            self.ran.add(sum(run.count for run in micro_batches.runs))
         return micro_batches, Whole(examples_of_all, guesses=[])
 
     def build(self, batch: Batch) -> None:
@@ -220,13 +218,16 @@ class Steps:
                 self._warn(model, part)
                 return part
             self._warn(model, loop.like)
+            if model.training and _loop_checks.drawing_anew(loop.operations()):
+                self.shows_size = True
             self.padding.check(loop, model, micro_batches)
             counts = loop.counts() if model.training and model.counts else []
             return loop.run(replicas.total_counts(counts), self._synchronized(model))
 
     def _run_eagerly(self, loop: Loop, model: ModelStep) -> Part:
         """Runs a loop. A replica without examples learns from an earlier one what is summed."""
-        key = model.training, batch_checks.kinds_of(loop.micro_batches.batch)
+        kinds = batch_checks.kinds_of(loop.micro_batches.batch)
+        key = model.training, self.noise.measures, kinds
         latest = self._latest.get(key)
         if loop.is_empty() and latest is not None and latest[1].suits(model):
             part, other = latest
@@ -249,7 +250,7 @@ class Steps:
             meeting = [name for name in meeting if name in names]
         if meeting:
             self.guard.check_replicas(meeting)
-            loop_checks.not_synchronized(self.cut.tokens, self.cut.chosen, meeting)
+            _loop_checks.not_synchronized(self.cut.tokens, self.cut.chosen, meeting)
         return meeting
 
     def _warn(self, model: Any, part: Part) -> None:
@@ -298,7 +299,7 @@ class Steps:
             # A loss scale is a constant before, and a variable after the optimizer is built.
             with tf.init_scope():
                 optimizer.build(trained)
-            tensorflow_checks.optimizer(optimizer)  # a MultiOptimizer knows its parts only now
+            _optimizer_checks.optimizer(optimizer)  # a MultiOptimizer knows its parts only now
         return optimizer.scale_loss(tf.ones([], keras.config.floatx()))
 
     def _update(

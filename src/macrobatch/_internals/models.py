@@ -32,8 +32,15 @@ def compute_loss(model: Any, x: Any, y: Any, y_pred: Any, sample_weight: Any, tr
 
 
 def predictions(model: Any, x: Any, training: bool) -> Any:
-    """`model(x)`, with `training` if the model's `call` takes it, as Keras' own steps do."""
-    return model(x, training=training) if model._call_has_training_arg else model(x)
+    """`model(x)`, with `training` if the model's `call` takes it, as Keras' own steps do.
+
+    Those of JAX call the model's `call` itself. Then `training` reaches no layer by itself.
+    """
+    import keras
+
+    plain = model.dtype_policy.quantization_mode is None and model._remat_mode is None
+    call = model.call if keras.backend.backend() == "jax" and plain else model
+    return call(x, training=training) if model._call_has_training_arg else call(x)
 
 
 def strategy_of(model: Any) -> Any:
@@ -58,6 +65,24 @@ def build(model: Any, x: Any, y: Any, sample_weight: Any) -> None:
         backend.compute_output_spec(model.compute_metrics, *arguments)
     if loss is not None and not loss.built:
         backend.compute_output_spec(model._compute_loss, *arguments, training=False)
+
+
+def step_by_step(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a state and an iterator that runs a step on JAX, `steps_per_execution` times.
+
+    Keras makes it of its own step, which gives the memory of the state away.
+    """
+    function: Callable[..., Any] = model._make_function(step)
+    return function
+
+
+def keep_state(model: Any, names: List[str], state: Any) -> None:
+    """Lets `fit` on JAX put a state back into the variables at its end.
+
+    In a fit Keras takes the values out of the variables, and puts back what the last step returned.
+    """
+    model._jax_state = dict(zip(names, state))
+    model._jax_state_synced = False
 
 
 # The method that Keras calls before it traces a step, and with which it builds on replicas. Keras'

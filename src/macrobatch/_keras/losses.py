@@ -135,7 +135,8 @@ class Terms:
         if reduction == "mean_with_sample_weight" and sample_weight is not None:
             # The weights of a micro-batch may add up to 0: take the sum, and divide it ourselves.
             loss.reduction = "sum"
-        value, values, is_number = _value_and_values(loss, y_true, y_pred, sample_weight)
+        given = None if sample_weight is None else self._engine.copied(sample_weight)
+        value, values, is_number = _value_and_values(loss, y_true, y_pred, given)
         if values is None:  # A loss that brings its own __call__ is taken for what it returns.
             values, reduction = value, None
         masks = _masks(y_pred, values)

@@ -74,6 +74,17 @@ def advanced(state: Tensor, is_measured: Tensor, found: Squares, decay: float) -
     return ops.concatenate([ops.stack([updates + 1, norm, examples]), averages])
 
 
+def counted(state: Tensor, examples: Tensor) -> Tensor:
+    """The state after one more update, of so many examples, that was not measured."""
+    most = ops.maximum(state[2], examples)
+    return ops.concatenate([ops.stack([state[0] + 1, state[1], most]), state[3:]])
+
+
+def updates_of(state: Tensor) -> Tensor:
+    """How many updates there were."""
+    return state[0]
+
+
 def logs_of(state: Tensor) -> Logs:
     """What is logged: nan if nothing is known yet, infinity if noise is all that there is."""
     _, norm, _, weight, noise, signal = (state[i] for i in range(SIZE))

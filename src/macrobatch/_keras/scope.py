@@ -55,6 +55,9 @@ class Scope(keras.StatelessScope):
 
     def get_current_value(self, variable: Variable) -> Tensor:
         value = super().get_current_value(variable)
+        around = getattr(self, "original_scope", None)
+        if value is None and around is not None:
+            value = around.get_current_value(variable)  # where the state of a batch may be
         # Keras asks the scope for the weights that it regularises, and fails on None.
         return _internals.raw_value(variable) if value is None else value
 

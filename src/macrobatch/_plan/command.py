@@ -22,6 +22,7 @@ class Options(NamedTuple):
         settings: what was given of the arguments of `accumulate`.
         plot: where to write a picture, if anywhere.
         as_json: whether to print JSON.
+        debug: whether an error is raised, with its traceback, and not said in one line.
     """
 
     memory_limit: Optional[str]
@@ -29,6 +30,7 @@ class Options(NamedTuple):
     settings: Dict[str, Any]
     plot: Optional[str]
     as_json: bool
+    debug: bool = False
 
 
 def run(target: List[str], options: Options) -> int:
@@ -48,12 +50,16 @@ def run(target: List[str], options: Options) -> int:
 
                 plot.draw(plan, options.plot)
     except CannotCapture as error:
+        if options.debug:
+            raise
         return _failed(str(error))
     except NothingFits as error:
         return _failed(str(error), NOTHING_FITS)
     except KeyboardInterrupt:
         return _failed("interrupted.")
     except Exception as error:
+        if options.debug:
+            raise
         return _failed(one_line(error))
     print(plan.to_json() if options.as_json else plan)
     return FOUND
@@ -75,7 +81,7 @@ def _failed(reason: str, code: int = COULD_NOT_TELL) -> int:
 
 def _plan(found: Captured, options: Options) -> Any:
     # TensorFlow is imported here, and not before the script has.
-    from macrobatch._fit import checks
+    from macrobatch._keras import model_checks as checks
     from macrobatch._no_trace import data
     from macrobatch._plan import find
 

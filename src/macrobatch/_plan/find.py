@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from macrobatch import _internals
 from macrobatch._accumulate import settings_of
-from macrobatch._fit import checks
+from macrobatch._keras import model_checks as checks
 from macrobatch._no_trace.data import first_batch
 from macrobatch._no_trace.unchanged import unchanged
 from macrobatch._plan.report import Plan

@@ -147,6 +147,16 @@ def check_room(limit: Limit, there: int, what: str) -> None:
         )
 
 
+def no_limit_with_size(memory_limit: Any, micro_batch_size: Any) -> None:
+    """Raises for a limit where there is nothing to choose."""
+    if memory_limit is not None:
+        raise ValueError(
+            "memory_limit= says how much memory sizes that are looked for may take. Received: "
+            f"memory_limit={memory_limit!r}, and a size, {micro_batch_size}. Leave one of them "
+            'out, or pass micro_batch_size="auto".'
+        )
+
+
 def running_out_is_an_error(on_gpu: bool) -> bool:
     """Whether too large a size raises an error. Otherwise the kernel may kill the process."""
     return on_gpu or address_space() is not None

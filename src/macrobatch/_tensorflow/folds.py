@@ -8,7 +8,8 @@ from typing import Any, Callable, List, NamedTuple
 
 import tensorflow as tf
 
-from macrobatch._tensorflow import graph, leaves, loop_checks, sums
+from macrobatch import _loop_checks
+from macrobatch._tensorflow import graph, leaves, sums
 from macrobatch._types import Run, Size, Tensor
 
 
@@ -63,7 +64,7 @@ class All:
 
     def _array(self, like: Tensor) -> tf.TensorArray:
         """Room for a value of each micro-batch of the run."""
-        loop_checks.aux_has_rank(like)
+        _loop_checks.aux_has_rank(like)
         shape = [None, *like.shape[1:]] if like.shape.rank else []
         size = self._run.count
         if graph.in_xla() and not isinstance(size, int):

@@ -6,7 +6,8 @@ from typing import Any, List
 
 import tensorflow as tf
 
-from macrobatch._tensorflow import leaves, loop_checks, replicas
+from macrobatch import _loop_checks
+from macrobatch._tensorflow import leaves, replicas
 from macrobatch._types import Size, Tensor
 
 
@@ -76,7 +77,7 @@ def _gathered(parts: List[Tensor]) -> List[Tensor]:
     """
     if not parts:
         return []
-    loop_checks.can_be_gathered(parts)
+    _loop_checks.can_be_gathered(parts)
     shapes = [tf.shape(part) for part in parts]
     # One row for each replica; a replica without examples may know sizes of 0 only.
     of_all = tf.split(_of_all_replicas(tf.concat(shapes, 0)), [p.shape.rank for p in parts], 1)

@@ -141,3 +141,13 @@ def agreed_size(
             lambda leaf: tf.identity(leaf) if isinstance(leaf, tf.Tensor) else leaf, batch
         )
         return batch, known[0] if known else tf.identity(first)
+
+
+def with_refusals(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a graph whose refusals are ValueErrors."""
+
+    def refusing(*args: Any) -> Any:
+        with refusals_as_value_errors():
+            return function(*args)
+
+    return refusing

@@ -79,16 +79,6 @@ def settled(unit: str, size: int, whole: int, why: str) -> str:
     return f"macrobatch: {unit}={size} for batches of {whole}: {why}"
 
 
-def no_limit_with_size(memory_limit: Any, micro_batch_size: Any) -> None:
-    """Raises for a limit where there is nothing to choose."""
-    if memory_limit is not None:
-        raise ValueError(
-            "memory_limit= says how much memory sizes that are looked for may take. Received: "
-            f"memory_limit={memory_limit!r}, and a size, {micro_batch_size}. Leave one of them "
-            'out, or pass micro_batch_size="auto".'
-        )
-
-
 def not_with(what: str) -> ValueError:
     """What to say where sizes cannot be looked for."""
     return ValueError(

@@ -9,8 +9,9 @@ from typing import Any, Callable, Dict, List, NamedTuple, Sequence
 
 import tensorflow as tf
 
+from macrobatch import _loop_checks
 from macrobatch._checks import warn_once
-from macrobatch._tensorflow import graph, loop_checks, replicas
+from macrobatch._tensorflow import graph, replicas
 from macrobatch._types import Batch, MicroBatches, Tensor
 
 # What rounding may bring, over the largest number; padding brings more, since the shortest
@@ -69,7 +70,7 @@ def check(micro_batches: MicroBatches, trial: Trial, done: Any) -> None:
                     close = _close(of_whole[name], values, trial.is_coarse)
                     equal.setdefault(name, []).append(close)
         depends = comparison.is_ragged and not trial.is_additive()
-        unknown = loop_checks.not_compared(trial.drew(), depends)
+        unknown = _loop_checks.not_compared(trial.drew(), depends)
         if unknown is not None:
             warn_once(trial.owner, unknown)
         if trial.drew():
@@ -79,7 +80,7 @@ def check(micro_batches: MicroBatches, trial: Trial, done: Any) -> None:
 
     def refusal(name: str) -> str:
         hint = trial.hint() if name == "loss" else ""
-        return loop_checks.depends_on_padding(name, hint, micro_batches.lengths_are_given)
+        return _loop_checks.depends_on_padding(name, hint, micro_batches.lengths_are_given)
 
     if tf.executing_eagerly():
         equal = compare() if bool(needed) else []

@@ -13,7 +13,8 @@ from typing import Any, Callable, List, NamedTuple, Sequence, Tuple
 
 import tensorflow as tf
 
-from macrobatch._tensorflow import graph, leaves, loop_checks, replicas, sums, trial
+from macrobatch import _loop_checks
+from macrobatch._tensorflow import graph, leaves, replicas, sums, trial
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.gather import Gathered
 from macrobatch._tensorflow.loop import Loop
@@ -81,7 +82,7 @@ class TwoPasses:
         self._options = values, fits, jit_compile, True
         self.loop = Loop(self._first, micro_batches, *self._options)
         if not tf.executing_eagerly():
-            loop_checks.draws_nothing_anew(self.loop.operations())
+            _loop_checks.draws_nothing_anew(self.loop.operations())
         self._synchronized: Sequence[str] = ()
 
     def _first(self, micro_batch: Batch, values: Any, _: Any, how: How) -> Part:
@@ -93,13 +94,13 @@ class TwoPasses:
     def checked(self, outputs: Any, micro_batch: Batch) -> Any:
         """Outputs as tensors, once it is known that they have the examples first."""
         examples = ENGINE.examples(micro_batch)
-        message = loop_checks.not_of_examples(self._name)
+        message = _loop_checks.not_of_examples(self._name)
 
         def check(leaf: Any) -> Any:
             if leaf is None:
                 return None
-            loop_checks.is_not_sparse(self._name, leaves.kind_of(leaf))
-            loop_checks.outputs_of_examples(self._name, leaf, examples)
+            _loop_checks.is_not_sparse(self._name, leaves.kind_of(leaf))
+            _loop_checks.outputs_of_examples(self._name, leaf, examples)
             if leaf.shape[0] is not None or not isinstance(leaf, tf.Tensor):
                 return leaf
             return graph.checked(leaf, (tf.equal(tf.shape(leaf)[0], examples), message))
@@ -186,7 +187,7 @@ class TwoPasses:
 
         loop = Loop(step, micro_batches, *self._options)
         *gradients, differ = loop.run(synchronized=self._synchronized).sums
-        with graph.refuse_unless((tf.equal(differ, 0.0), loop_checks.PASSES_DIFFER)):
+        with graph.refuse_unless((tf.equal(differ, 0.0), _loop_checks.PASSES_DIFFER)):
             return [
                 None if g is None else tf.nest.map_structure(tf.identity, g, expand_composites=True)
                 for g in gradients
@@ -259,7 +260,7 @@ def _same_on_all_replicas(value: Tensor) -> List[Any]:
     error = tf.abs(total - value * replicas.count())
     # Where it is not finite, it is no number to compare.
     good = tf.logical_not(error > 1e-3 * tf.abs(total))
-    return [(good, loop_checks.LOSSES_DIFFER)]
+    return [(good, _loop_checks.LOSSES_DIFFER)]
 
 
 def _differ(some: Sequence[Any], others: Sequence[Any]) -> Tensor:

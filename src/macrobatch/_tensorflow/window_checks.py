@@ -1,12 +1,12 @@
-"""What GradientAccumulator checks, and its messages. Those that it shares are in checks."""
+"""What GradientAccumulator checks, and its messages. Those that it shares are elsewhere."""
 
 import numbers
 from typing import Any, List, Optional, Sequence
 
 import tensorflow as tf
 
+from macrobatch import _optimizer_checks
 from macrobatch._checks import shown
-from macrobatch._tensorflow import checks
 from macrobatch._types import Check, Gradient, Tensor, Variable
 
 
@@ -39,8 +39,8 @@ def applies_gradients(value: Any, nonfinite: str) -> None:
             "optimizer must have a method apply_gradients, as those of Keras, tf_keras and "
             f"tf.compat.v1.train have. Received: {shown(value)}."
         )
-    checks.optimizer(value)
-    checks.sees_overflows(value, nonfinite, "window")
+    _optimizer_checks.optimizer(value)
+    _optimizer_checks.sees_overflows(value, nonfinite, "window")
 
 
 def known_shapes(variables: Sequence[Variable]) -> None:

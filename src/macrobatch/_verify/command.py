@@ -11,21 +11,26 @@ from macrobatch._no_trace.capture import CannotCapture, Captured, captured
 CODES = {True: 0, False: 1, None: 2}
 
 
-def run(target: List[str], settings: Dict[str, Any], as_json: bool) -> int:
+def run(target: List[str], settings: Dict[str, Any], as_json: bool, debug: bool = False) -> int:
     """Prints a report, and returns the exit code.
 
     Args:
         target: a script and its arguments, or module:function.
         settings: what was given of the arguments of `accumulate`.
         as_json: whether to print JSON.
+        debug: whether an error is raised, with its traceback, and not said in one line.
     """
     try:
         # What the script prints is not the report.
         with contextlib.redirect_stdout(sys.stderr):
             report = _report(captured(target), settings)
     except CannotCapture as error:
+        if debug:
+            raise
         return _failed(str(error))
     except Exception as error:
+        if debug:
+            raise
         return _failed(one_line(error))
     print(report.to_json() if as_json else report)
     return CODES[report.exact]
@@ -39,7 +44,7 @@ def _failed(reason: str) -> int:
 def _report(found: Captured, settings: Dict[str, Any]) -> Any:
     # TensorFlow is imported here, and not before the script has.
     from macrobatch._accumulate import settings_of
-    from macrobatch._fit import checks
+    from macrobatch._keras import model_checks as checks
     from macrobatch._no_trace import data
     from macrobatch._verify import verify
 

@@ -207,3 +207,20 @@ def own_step(names: Sequence[str], warned: Sequence[str]) -> Cause:
         "inside the step. Use means over examples elsewhere.",
         "update",
     )
+
+
+def not_finite(where: str, parts: Sequence[str]) -> Cause:
+    """Plain Keras' own update is not finite."""
+    begins = "The batch is finite: the model, its loss or its weights make the numbers."
+    advice = "Look at the loss and at the weights, which may not be finite themselves."
+    if parts:
+        begins = f"It begins in the batch: {', '.join(parts)} has NaN or infinity."
+        advice = "Leave such examples out, and verify again."
+    return Cause(
+        "not_finite",
+        tuple(parts) or (where,),
+        f"The {where} of the whole batch is not finite in plain Keras, so there is nothing to "
+        f"compare with. {begins}",
+        advice,
+        "update",
+    )

@@ -17,7 +17,8 @@ class Cause:
 
     Attributes:
         kind: "batch_normalization", "examples_meet", "scalar_loss", "padding", "state", "metrics",
-            "repeated_rows", "precision", "schedule", "random", "own_train_step" or "unknown".
+            "repeated_rows", "precision", "schedule", "random", "own_train_step",
+            "not_finite" or "unknown".
         names: of the layers, losses, variables or metrics.
         explanation: what happens.
         advice: what to do.

@@ -11,8 +11,9 @@ from macrobatch import _internals
 from macrobatch._accumulate import settings_of
 from macrobatch._batches import checks as batch_checks
 from macrobatch._checks import one_line
-from macrobatch._fit import checks
+from macrobatch._keras import model_checks as checks
 from macrobatch._keras import probes
+from macrobatch._keras.finite import not_finite_parts
 from macrobatch._no_trace.compiled import SHORT
 from macrobatch._no_trace.data import first_batch
 from macrobatch._no_trace.unchanged import unchanged
@@ -75,7 +76,8 @@ def verify(
         `gradient` and `update`. `report.to_json()` has all of it.
 
     Raises:
-        ValueError: if the model is not compiled, or if `accumulate` or `fit` would raise one.
+        ValueError: if the model is not compiled, or if `accumulate` or `fit` would raise one. Not
+            for numbers that are not finite: then `exact` is None, and a cause says where.
 
     Example:
 
@@ -161,7 +163,29 @@ class _Verification:
         self._refusal: Optional[Cause] = None
 
     def report(self) -> Report:
-        compared = self._compared()
+        """The verdict. There is none if plain Keras' own update is not finite."""
+        try:
+            compared = self._compared()
+        except _NotFinite as error:
+            return self._without_verdict(error.where, error.subject)
+        return self._judged(compared)
+
+    def _without_verdict(self, where: str, made: Subject) -> Report:
+        return Report(
+            exact=None,
+            causes=[messages.not_finite(where, not_finite_parts(self._batch))],
+            differences={},
+            statistics={},
+            metrics={},
+            model=self._model.name,
+            examples=self._examples,
+            settings={name: _shown(value) for name, value in self._settings.items()},
+            dtype=made.dtype,
+            tolerance=TOLERANCES.get(made.dtype, COARSE),
+            notes=self._notes,
+        )
+
+    def _judged(self, compared: _Compared) -> Report:
         runs, distance = compared.runs, compared.distance
         look = Look(
             runs.model,
@@ -200,7 +224,7 @@ class _Verification:
             made = subject.copied(self._model, self._batch)
             runs, whole = self._whole(made)
         except (subject.CannotCopy, *_FAILURES) as error:
-            if isinstance(error, (_NotFinite, tf.errors.ResourceExhaustedError)):
+            if isinstance(error, tf.errors.ResourceExhaustedError):
                 raise
             is_known = isinstance(error, subject.CannotCopy)
             reason = str(error) if is_known else one_line(error, SHORT)
@@ -219,11 +243,15 @@ class _Verification:
     def _whole(self, made: Subject) -> Tuple[Runs, Outcome]:
         runs = Runs(made, self._settings.get("sequence_axis"))
         whole = runs.whole()
-        if not all(np.isfinite(each).all() for each in whole.gradients.values()):
-            raise _NotFinite(
-                "The gradient of the whole batch is not finite, in plain Keras, so that there is "
-                "nothing to compare with. Received: a batch with NaN or infinite gradients."
-            )
+        found = {
+            "loss": [whole.logs.get("loss", 0.0)],
+            "gradient": whole.gradients.values(),
+            "update": whole.weights.values(),
+        }
+        for where, values in found.items():
+            # Narrow floats of some kinds are unknown to NumPy.
+            if not all(np.isfinite(np.asarray(each, "float64")).all() for each in values):
+                raise _NotFinite(where, made)
         return runs, whole
 
     def _cut(self, runs: Runs, whole: Outcome) -> Distance:
@@ -277,8 +305,17 @@ class _Verification:
         return [messages.precision([*names, *losses], distance.largest)]
 
 
-class _NotFinite(ValueError):
-    pass
+class _NotFinite(Exception):
+    """Plain Keras' own update of the whole batch is not finite: there is nothing to compare with.
+
+    Attributes:
+        where: "loss", "gradient" or "update".
+        subject: what was updated.
+    """
+
+    def __init__(self, where: str, made: Subject):
+        super().__init__(where)
+        self.where, self.subject = where, made
 
 
 # What a model may raise in another dtype.

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import Dict, List
+from typing import Any, Dict, List, Optional, Sequence
 
 from macrobatch._workers.output import Output, Writer, writers
 
@@ -93,6 +93,8 @@ class Worker:
         *,
         lifeline: int,
         cpus: int,
+        settings: str = "null",
+        log: int = -1,
     ) -> None:
         self.name = f"worker {index}"
         self.report = ""
@@ -100,7 +102,7 @@ class Worker:
         self._report_file = tempfile.TemporaryFile()  # noqa: SIM115 - read when the worker has ended
         report = self._report_file.fileno()
         self.process = subprocess.Popen(
-            [sys.executable, _SCRIPT, str(lifeline), str(report), str(cpus), *command],
+            [sys.executable, _SCRIPT, str(lifeline), str(report), str(cpus), settings, *command],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -112,8 +114,8 @@ class Worker:
         assert self.process.stdout is not None
         assert self.process.stderr is not None
         self._writer, prefix = writers[2], f"[{self.name}] "
-        self._stderr = Output(self.process.stderr, 2, writers[2], prefix)
-        self.outputs = [Output(self.process.stdout, 1, writers[1], prefix), self._stderr]
+        self._stderr = Output(self.process.stderr, 2, writers[2], prefix, log)
+        self.outputs = [Output(self.process.stdout, 1, writers[1], prefix, log), self._stderr]
 
     def send(self, number: int) -> None:
         """Sends a signal to the worker and its children."""
@@ -150,17 +152,59 @@ class Worker:
         return code if code >= 0 else 128 - code
 
 
+def run(
+    workers: int,
+    cpus: int,
+    gpus: List[str],
+    command: List[str],
+    settings: Optional[Dict[str, Any]] = None,
+    log_dir: Optional[str] = None,
+    max_restarts: int = 0,
+) -> int:
+    """Starts workers, all of them again if one fails, and returns the exit code.
+
+    Args:
+        workers: how many.
+        cpus: logical CPUs of each.
+        gpus: the CUDA_VISIBLE_DEVICES of each, or [].
+        command: the script, and its arguments.
+        settings: those of `accumulate`; None leaves every `fit` as it is.
+        log_dir: a folder for a file with the output of each worker.
+        max_restarts: how often to start again at most.
+    """
+    logs = [-1] * workers
+    if log_dir is not None:
+        os.makedirs(log_dir, exist_ok=True)
+        paths = [os.path.join(log_dir, f"worker-{index}.log") for index in range(workers)]
+        logs = [os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644) for path in paths]
+    for restarts in range(max_restarts + 1):
+        started = Launch(json.dumps(settings), logs)
+        code = started.run(workers, cpus, gpus, command)
+        if code == 0 or started.is_stopped or restarts == max_restarts:
+            break
+        message = f"starting all workers again ({restarts + 1} of {max_restarts})"
+        print(f"macrobatch: {message}", file=sys.stderr, flush=True)
+    return code
+
+
 class Launch:
     """All workers of a run, from start to end."""
 
-    def __init__(self) -> None:
+    def __init__(self, settings: str = "null", logs: Sequence[int] = ()) -> None:
+        self._settings, self._logs = settings, logs
         self._running: List[Worker] = []
         self._failed: List[Worker] = []
         self._writers = writers()
         self._signals: List[int] = []  # received by the launcher, and not yet dealt with
+        self._is_unread = False
         self._is_urged = False  # by a signal, sooner or later
         self._interrupted_by = 0
         self._kill_at = 0.0  # set when the workers are asked to end
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether somebody has stopped the run, or reads no more of it."""
+        return bool(self._interrupted_by) or self._is_unread
 
     def run(self, workers: int, cpus: int, gpus: List[str], command: List[str]) -> int:
         """Starts the workers, waits until all have ended, and returns the exit code."""
@@ -178,7 +222,16 @@ class Launch:
                 if gpus:
                     env["CUDA_VISIBLE_DEVICES"] = gpus[index]
                 self._running.append(
-                    Worker(index, command, env, self._writers, lifeline=lifeline, cpus=cpus)
+                    Worker(
+                        index,
+                        command,
+                        env,
+                        self._writers,
+                        lifeline=lifeline,
+                        cpus=cpus,
+                        settings=self._settings,
+                        log=self._logs[index] if self._logs else -1,
+                    )
                 )
             while self._running:
                 self._look()
@@ -187,6 +240,7 @@ class Launch:
             codes = [worker.explain() for worker in self._failed]
             self._finish_writing()
         except BrokenPipeError:  # as in `macrobatch run ... | head`
+            self._is_unread = True
             return 128 + signal.SIGPIPE
         finally:
             self._send(signal.SIGKILL)

@@ -129,8 +129,11 @@ def writers() -> Dict[int, Writer]:
 class Output:
     """One output of a worker, passed on in whole lines: those of several workers never mix."""
 
-    def __init__(self, source: IO[bytes], target: int, writer: Writer, prefix: str) -> None:
+    def __init__(
+        self, source: IO[bytes], target: int, writer: Writer, prefix: str, log: int = -1
+    ) -> None:
         self._source, self._target, self._writer = source, target, writer
+        self._log = log  # a file that gets the lines too, or -1
         self._prefix = prefix.encode()
         self._lines = Lines()
         self._has_ended = False
@@ -169,3 +172,5 @@ class Output:
     def _pass_on(self, lines: List[Tuple[bytes, bytes]]) -> None:
         parts = [part for text, end in lines for part in (self._prefix, text, self._clear, end)]
         self._writer.write(self._target, b"".join(parts))
+        if self._log >= 0:
+            _write(self._log, b"".join(text + end for text, end in lines))

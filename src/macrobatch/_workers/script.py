@@ -1,13 +1,14 @@
 """A worker of `macrobatch run`: runs the user's script as plain Python would, reports what it
 raises, and does not outlive the launcher.
 
-The launcher starts this file by its path, and it imports nothing of the package: the script must
-find Python as it always does, and may set environment variables before anything else is imported.
-Runs on Linux and macOS.
+The launcher starts this file by its path, and it imports nothing of the package before it runs: the
+script must find Python as it always does, and may set environment variables before anything else is
+imported. Workers run on Linux and macOS; `run` runs anywhere.
 """
 
 import builtins
 import contextlib
+import importlib
 import io
 import json
 import os
@@ -85,6 +86,20 @@ def run(command: List[str]) -> None:
     exec(code, main.__dict__)
 
 
+def accumulated(settings: str) -> Any:
+    """A context in which every `fit` is accumulated with these settings, or none: "null"."""
+    if settings == "null":
+        return contextlib.nullcontext()
+    root = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+    sys.path.insert(0, root)  # The launcher may have the package from anywhere.
+    try:
+        # By its name: nothing else here, and nobody above, knows of that room.
+        hook = importlib.import_module("macrobatch._run.hook")
+    finally:
+        sys.path.remove(root)
+    return hook.accumulated(json.loads(settings))
+
+
 def text_of(error: BaseException) -> str:
     """What Python would print about an error of the script, without the frames of this file."""
     traceback = error.__traceback__
@@ -93,14 +108,21 @@ def text_of(error: BaseException) -> str:
         or traceback.tb_frame.f_globals.get("__name__") == "runpy"
     ):
         traceback = traceback.tb_next
+    hook: Any = sys.modules.get("macrobatch._run.hook")
+    if hook is not None:
+        hook.without_own_frames(error.with_traceback(traceback))
+        traceback = error.__traceback__
     with contextlib.redirect_stderr(io.StringIO()) as text:
         sys.excepthook(type(error), error.with_traceback(traceback), traceback)
     return text.getvalue()
 
 
 def main() -> None:
-    """Runs what follows the numbers of the lifeline, of the report's file and of logical CPUs."""
+    """Runs what follows the numbers of the lifeline, of the report's file and of logical CPUs, and
+    the settings of `accumulate`, as JSON.
+    """
     lifeline, report, cpus = map(int, sys.argv[1:4])
+    settings = sys.argv[4]
     guard(lifeline)
     os.set_inheritable(report, False)
     for stream in (sys.stdout, sys.stderr):
@@ -109,7 +131,8 @@ def main() -> None:
     try:
         if cpus > 1:
             use_cpus(cpus)
-        run(sys.argv[4:])
+        with accumulated(settings):
+            run(sys.argv[5:])
         return
     except SystemExit as error:
         when = time.monotonic()

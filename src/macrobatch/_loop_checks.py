@@ -1,7 +1,7 @@
 """What is checked of loops over micro-batches, and of sequences that are cut in them."""
 
 import re
-from typing import Any, Iterable, Optional, Sequence
+from typing import Any, Iterable, List, Optional, Sequence
 
 from macrobatch._checks import WEIGHTED_METRICS
 
@@ -51,9 +51,14 @@ def depends_on_padding(name: str, hint: str, lengths_are_given: bool) -> str:
 DRAWING = re.compile("(Random|Rng|Stateful(?!Part)|Multinomial|(Parameterized)?TruncatedNormal)")
 
 
+def drawing_anew(operations: Iterable[str]) -> List[str]:
+    """Which types of operations draw other numbers whenever they run, as tf.random does."""
+    return sorted(each for each in operations if DRAWING.match(each))
+
+
 def draws_nothing_anew(operations: Iterable[str]) -> None:
     """Raises for a forward pass whose second run would draw other random numbers."""
-    drawing = sorted(each for each in operations if DRAWING.match(each))
+    drawing = drawing_anew(operations)
     if drawing:
         raise ValueError(
             f"{_SAME_TWICE} Received: a forward pass with {drawing}. {_DRAW_FROM_SEEDS}"

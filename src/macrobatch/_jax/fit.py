@@ -1,0 +1,184 @@
+"""How the steps get into a Keras model on JAX, and what goes with them in fit()."""
+
+from typing import Any, Callable, Dict, List, Optional
+
+import jax
+import keras
+
+from macrobatch import _checks, _internals
+from macrobatch._batches.cut import Cut
+from macrobatch._jax import checks, devices
+from macrobatch._jax.engine import ENGINE
+from macrobatch._jax.meeting import Meeting
+from macrobatch._jax.steps import Steps, batch_of
+from macrobatch._jax.whole_batch import WholeBatchSteps
+from macrobatch._keras import model_checks
+from macrobatch._keras.report import overrides
+
+# The names of the parts of a state that Keras passes to steps.
+TRAINING = [
+    *("trainable_variables", "non_trainable_variables"),
+    *("optimizer_variables", "metrics_variables"),
+]
+TESTING = [name for name in TRAINING if name != "optimizer_variables"]
+
+
+class Accumulation:
+    """What Keras calls of one model, on the instance, so that its class stays as it is.
+
+    Attributes:
+        model, cut, micro_batch_weight: what the user gave.
+        steps: the train step and the test step.
+        meeting: the trial whether examples meet.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cut: Cut,
+        micro_batch_weight: Optional[Callable[..., Any]],
+        nonfinite: str,
+        memory_limit: Any,
+        whole_batch_loss: bool,
+    ):
+        checks.no_nnx(keras.config.is_nnx_enabled())
+        checks.no_own_train_step(overrides(model, "train_step"))
+        checks.in_order(cut.axis)
+        found = devices.distribution()
+        if whole_batch_loss:
+            checks.whole_batch_on_one_device(found)
+        self.model, self.cut, self.micro_batch_weight = model, cut, micro_batch_weight
+        kind = WholeBatchSteps if whole_batch_loss else Steps
+        self.steps = kind(model, cut, micro_batch_weight)
+        self.meeting = Meeting(model, cut, not whole_batch_loss)
+        self._looks = False  # whether the size of the first batch of a fit is to be looked at
+        self._replaced: Dict[str, Any] = {}
+
+    def install(self) -> None:
+        """Replaces the methods of the model that make and run its steps."""
+        methods = {
+            "train_step": self.train_step,
+            "make_train_function": self.make_train_function,
+        }
+        if not overrides(self.model, "test_step"):  # One of its own sees the whole batch.
+            methods["test_step"] = self.test_step
+            methods["make_test_function"] = self.make_test_function
+        for name, method in methods.items():
+            if name in vars(self.model):
+                self._replaced[name] = vars(self.model)[name]
+            setattr(self.model, name, method)
+        _internals.before_training(_check_parts)
+        self._make_anew()
+
+    def uninstall(self) -> None:
+        """Gives the model its own methods back."""
+        for name, method in list(vars(self.model).items()):
+            if getattr(method, "__self__", None) is self:
+                delattr(self.model, name)
+        for name, method in self._replaced.items():
+            setattr(self.model, name, method)
+        self._make_anew()
+
+    def _make_anew(self) -> None:
+        """Forgets functions that were made before. In the middle of fit() Keras needs new ones."""
+        model = self.model
+        trains, tests = model.train_function is not None, model.test_function is not None
+        model.train_function = model.test_function = None
+        if trains:
+            model.make_train_function()
+        if tests:
+            model.make_test_function()
+
+    def train_step(self, state: Any, data: Any) -> Any:
+        """As Keras', on micro-batches."""
+        return self.steps.train_step(state, data)
+
+    def test_step(self, state: Any, data: Any) -> Any:
+        """As Keras', on micro-batches."""
+        return self.steps.test_step(state, data)
+
+    def make_train_function(self, force: bool = False) -> None:
+        """As Keras', which calls it once at the start of a fit."""
+        self._looks = True
+        if self.model.train_function is None or force:
+            self.meeting.start()
+            step = self._compiled_train_step() if self._is_compiled() else self.train_step
+            step = self._looking_at_first_batch(self._keeping_state(step, TRAINING))
+            self.model.train_function = _internals.step_by_step(self.model, step)
+
+    def make_test_function(self, force: bool = False) -> None:
+        """As Keras'."""
+        if self.model.test_function is None or force:
+            step = jax.jit(self.test_step) if self._is_compiled() else self.test_step
+            step = self._keeping_state(step, TESTING)
+            self.model.test_function = _internals.step_by_step(self.model, step)
+
+    def _is_compiled(self) -> bool:
+        return bool(self.model.jit_compile) and not self.model.run_eagerly
+
+    def _compiled_train_step(self) -> Callable[..., Any]:
+        """A train step that gives the memory of a state away only when nothing can fail any more.
+
+        Gradients are computed first. The update then writes into the memory of the weights, so that
+        there is one copy of them and of the optimizer's variables, as in Keras' own step.
+        """
+        found_of = jax.jit(self.steps.found)
+        updated = jax.jit(self.steps.updated, donate_argnums=(0, 1))
+
+        def train_step(state: Any, data: Any) -> Any:
+            # JAX computes while Python goes on, and raises later.
+            found = jax.block_until_ready(found_of(state, data))
+            return found.logs, tuple(updated(state[0], state[2], found))
+
+        return train_step
+
+    def _keeping_state(self, step: Callable[..., Any], names: List[str]) -> Callable[..., Any]:
+        """A step after whose failure the variables have the values from before it.
+
+        In a fit they have none. Keras would leave them so.
+        """
+
+        def keeping(state: Any, data: Any) -> Any:
+            try:
+                logs, state_after = step(state, data)
+                return logs, tuple(state_after)
+            except BaseException:
+                _internals.keep_state(self.model, names, state)
+                self.model.jax_state_sync()
+                raise
+
+        return keeping
+
+    def _looking_at_first_batch(self, step: Callable[..., Any]) -> Callable[..., Any]:
+        def looking(state: Any, data: Any) -> Any:
+            result = step(state, data)
+            if self._looks:
+                self._looks = False
+                self._warn_of_one_micro_batch(data)
+            self.meeting.state = result[1]
+            self.meeting.try_once(batch_of(data), self.micro_batch_weight)
+            self.meeting.state = None
+            return result
+
+        return looking
+
+    def _warn_of_one_micro_batch(self, data: Any) -> None:
+        found = devices.distribution()
+        count = 1 if found is None else int(found.device_mesh.devices.size)
+        examples = ENGINE.examples(data)
+        if self.cut.size and examples <= self.cut.size * count:
+            _checks.warn(model_checks.no_accumulation(examples, self.cut.size, count))
+
+
+def accumulation_of(model: Any) -> Optional[Accumulation]:
+    """What was installed in a model, or None."""
+    owner = getattr(vars(model).get("train_step"), "__self__", None)
+    return owner if isinstance(owner, Accumulation) else None
+
+
+def _check_parts(model: Any) -> None:
+    """Warns when a model is about to train that has an accumulated one in it."""
+    if accumulation_of(model) is None:
+        parts = [part for part in _internals.layers_of(model) if accumulation_of(part) is not None]
+        if parts:
+            _checks.warn(model_checks.only_a_part(model, parts[0]))

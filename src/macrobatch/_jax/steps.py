@@ -1,0 +1,222 @@
+"""A train step and a test step that cut their batch into micro-batches, from the state before to
+the state after. No arithmetic of their own: the loop is beside this file, the rest is in _keras.
+"""
+
+from typing import Any, Callable, List, NamedTuple, Optional, Tuple
+
+import jax
+import keras
+from jax import numpy as jnp
+from keras import tree
+
+from macrobatch import _checks, _internals, _optimizer_checks
+from macrobatch._batches import in_order
+from macrobatch._batches.cut import Cut
+from macrobatch._jax import devices, loop
+from macrobatch._jax.engine import ENGINE, any_is_traced
+from macrobatch._jax.state import State, StateScope
+from macrobatch._keras import checks as keras_checks
+from macrobatch._keras import model_checks, probes, report
+from macrobatch._keras.model import ModelStep
+from macrobatch._keras.scope import Scope
+from macrobatch._types import Batch, Logs, MicroBatches, Part, Tensor, Whole
+
+
+class Found(NamedTuple):
+    """What a batch comes to, before the update.
+
+    Attributes:
+        gradients: those of the whole batch; none in testing.
+        others: the values after the batch of the variables that are not trained.
+        metrics: likewise, of the metrics.
+        logs: those of the whole batch.
+    """
+
+    gradients: List[Tensor]
+    others: List[Tensor]
+    metrics: List[Tensor]
+    logs: Logs
+
+
+class Steps:
+    """The steps of one model.
+
+    Attributes:
+        model, cut, micro_batch_weight: what the user gave.
+        shows_size: whether the size of micro-batches shows in the update; None if not yet known.
+    """
+
+    def __init__(self, model: Any, cut: Cut, micro_batch_weight: Optional[Callable[..., Any]]):
+        probes.probe()
+        self.model, self.cut, self.micro_batch_weight = model, cut, micro_batch_weight
+        self.shows_size: Optional[bool] = None
+
+    def train_step(self, state: Any, data: Any) -> Tuple[Logs, Any]:
+        """Makes the update that the whole batch would have made."""
+        found = self.found(state, data)
+        return found.logs, self.updated(state[0], state[2], found)
+
+    def test_step(self, state: Any, data: Any) -> Tuple[Logs, Any]:
+        """Reports the loss and the metrics of the whole batch."""
+        trained, others, metrics = state
+        found = self._on_devices(State(trained, others, [], metrics), data, training=False)
+        return found.logs, (trained, found.others, found.metrics)
+
+    def found(self, state: Any, data: Any) -> Found:
+        """What a batch comes to: everything but the update."""
+        return self._on_devices(State(*state), data, training=True)
+
+    def updated(self, trained: List[Tensor], of_optimizer: List[Tensor], found: Found) -> State:
+        """The state after the update."""
+        optimizer = self.model.optimizer
+        if trained:
+            trained, of_optimizer = optimizer.stateless_apply(
+                of_optimizer, found.gradients, trained
+            )
+        else:
+            _checks.warn("The model does not have any trainable weights.")
+        return State(trained, found.others, of_optimizer, found.metrics)
+
+    def _on_devices(self, state: State, data: Any, training: bool) -> Found:
+        batch, examples = in_order.checked(batch_of(data), ENGINE)
+        _optimizer_checks.optimizer(self.model.optimizer)
+        model_checks.splittable_layers(_internals.layers_of(self.model))
+        model_checks.no_overwriting_variables(self.model.trainable_weights)
+
+        def found(state: State, batch: Batch) -> Found:
+            return self._found(state, batch, int(examples), training)
+
+        return devices.spread(found, state, batch)
+
+    def _found(self, state: State, batch: Batch, examples: int, training: bool) -> Found:
+        """What a batch, or this device's part of it, comes to."""
+        own = ENGINE.examples(batch)
+        micro_batches = self.cut.apply(batch, own, ENGINE)
+        compiled, whole = any_is_traced((batch, state)), Whole(examples)
+        with StateScope(self.model, state) as scope:
+            model = ModelStep(self.model, training, ENGINE, self.micro_batch_weight)
+            scale = self._loss_scale() if training else 1.0
+            penalty, penalties = self._penalty(model, state.trained if training else [], scale)
+            step = self._step(model, whole, state.trained, scale)
+            part = self._run(step, model, micro_batches, compiled)
+            count = len(model.trained)
+            sums = ENGINE.sum_over_replicas(part.sums[:count])
+            gradients = [
+                (one + other).astype(weight.dtype)
+                for one, other, weight in zip(sums, penalties, state.trained)
+            ]
+            told = report.told(
+                model,
+                penalty,
+                part.sums[count:],
+                part.counts,
+                part.written[1:],
+                part.latest,
+                own,
+                ENGINE,
+            )
+            told.write()
+            model.written.write(part.written[1:], part.moments)
+            return Found(gradients, scope.others(), scope.metrics(), told.logs)
+
+    def _step(self, model: ModelStep, whole: Whole, weights: List[Tensor], scale: Any) -> Any:
+        """The step of a micro-batch: a function of it, of values, and of the whole's counts."""
+
+        def step(micro_batch: Batch, values: List[Tensor], counts: Tensor) -> Part:
+            known = whole._replace(counts=counts)
+
+            def loss(weights: List[Tensor]) -> Any:
+                outcome = model(micro_batch, values, known, weights=weights)
+                value = outcome.losses[0] if model.training else jnp.zeros([])
+                return value * jnp.asarray(scale, value.dtype), outcome._replace(losses=[])
+
+            gradients: List[Tensor] = []
+            if model.training:
+                gradients, outcome = jax.grad(loss, has_aux=True)(weights)
+            else:
+                _, outcome = loss([])
+            there = outcome.is_there
+            if there is not None:  # Where a micro-batch counts nothing, gradients may be 0 / 0.
+                gradients = [jnp.where(there, g, jnp.zeros_like(g)) for g in gradients]
+            return Part(
+                [*map(widened, gradients), *outcome.reported],
+                outcome.counts,
+                outcome.written,
+                outcome.moments,
+                outcome.logs,
+            )
+
+        return step
+
+    def _run(
+        self, step: Any, model: ModelStep, micro_batches: MicroBatches, compiled: bool
+    ) -> Part:
+        """The part of the whole batch."""
+        # More than there can be. They are known after the first run.
+        ones = jnp.ones([_most_counts(self.model)], keras.config.floatx())
+        # Compiled, the step is traced once, for the counts and for the loop.
+        call = jax.jit(step) if compiled else step
+        values = model.values()
+        first = micro_batches.get(micro_batches.runs[0], 0)
+        run_first = jax.eval_shape if compiled else (lambda call, *args: call(*args))
+        like = run_first(call, first, values, ones)
+        while not model.fits(values):  # The run has found more variables.
+            values = model.values()
+            call = jax.jit(step) if compiled else step
+            like = run_first(call, first, values, ones)
+        self._warn(model, like)
+        counts = ones
+        if model.counts and model.training:
+            # A compiler leaves out what counts do not depend on: no predictions are made.
+            def counting(micro_batch: Batch, values: List[Tensor]) -> Part:
+                part = call(micro_batch, values, ones)
+                return Part([], part.counts, part.written)
+
+            own = loop.run(counting, micro_batches, values, compiled).counts
+            (own,) = ENGINE.sum_over_replicas([jnp.stack([n.astype(ones.dtype) for n in own])])
+            counts = ones.at[: len(own)].set(own)
+
+        def counted(micro_batch: Batch, values: List[Tensor]) -> Part:
+            return call(micro_batch, values, counts)
+
+        return loop.run(counted, micro_batches, values, compiled)
+
+    def _penalty(self, model: ModelStep, weights: List[Tensor], scale: Any) -> Any:
+        """What weight regularisers add to the loss, and to its gradients."""
+
+        def penalty(weights: List[Tensor]) -> Any:
+            with Scope(model.trained, weights):
+                found = model.regularization()
+                return found * jnp.asarray(scale, found.dtype), found
+
+        gradients, found = jax.grad(penalty, has_aux=True)(weights)
+        return found, [widened(gradient) for gradient in gradients]
+
+    def _loss_scale(self) -> Tensor:
+        return self.model.optimizer.scale_loss(jnp.ones([], keras.config.floatx()))
+
+    def _warn(self, model: Any, part: Part) -> None:
+        written = keras_checks.written_by_layers(model.unexplained(part.written))
+        messages = [*model.inexact, *written]
+        for message in messages:
+            _checks.warn_once(self.model, message)
+        if model.training:
+            self.shows_size = bool(messages) or model.written.drew or model.written.dropped
+
+
+def _most_counts(model: Any) -> int:
+    """The most denominators that can be counted: one of each loss, and the user's weight."""
+    compiled = _internals.compiled_loss(model)
+    return 1 + (len(_internals.flat_losses(compiled)) if compiled and compiled.built else 0)
+
+
+def widened(gradient: Tensor) -> Tensor:
+    """A gradient that can be summed without losing digits."""
+    is_narrow = jnp.issubdtype(gradient.dtype, jnp.floating) and gradient.dtype.itemsize < 4
+    return gradient.astype("float32") if is_narrow else gradient
+
+
+def batch_of(data: Any) -> Batch:
+    """x, y and sample_weight, as arrays."""
+    batch = keras.utils.unpack_x_y_sample_weight(data)
+    return tree.map_structure(lambda leaf: None if leaf is None else jnp.asarray(leaf), batch)

@@ -1,0 +1,155 @@
+"""What is done at each `fit` of a script that knows nothing of macrobatch."""
+
+import inspect
+import os
+import sys
+import traceback
+import types
+import weakref
+from typing import Any, Callable, Dict, List
+
+import macrobatch
+from macrobatch import _checks, _internals
+from macrobatch._accumulate import accumulate, release
+from macrobatch._fit import install
+from macrobatch._fit.ran import Ran
+from macrobatch._keras import model_checks
+from macrobatch._no_trace import data
+from macrobatch._sizes import limit, peaks
+from macrobatch._tensorflow import device_memory
+from macrobatch._verify.verify import verify
+
+_PACKAGE = os.path.dirname(os.path.abspath(macrobatch.__file__)) + os.sep
+
+
+class Fits:
+    """All fits of a script."""
+
+    def __init__(self, settings: Dict[str, Any]):
+        self._settings = {k: v for k, v in settings.items() if k != "verify"}
+        self._verify = settings.get("verify")
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._ran: List[Ran] = []
+        self._is_verifying = False
+
+    def fit(self, plain: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Runs a fit, accumulated if the model can be and the script has not seen to it itself.
+
+        Args:
+            plain: Keras' own.
+            model: the model.
+            *args: as `fit` has them.
+            **kwargs: as `fit` has them.
+        """
+        # What is verified is copies, each made to be trained in its own way.
+        if model in self._seen or self._is_verifying:
+            return plain(model, *args, **kwargs)
+        self._seen.add(model)
+        is_own = install.accumulation_of(model) is not None
+        if not is_own:
+            try:
+                model_checks.splittable_layers(_internals.layers_of(model))
+                model_checks.no_overwriting_variables(model.trainable_weights)
+                accumulate(model, **self._settings)
+            except ValueError as error:
+                _say_plain(model, error)
+                return plain(model, *args, **kwargs)
+        if self._verify is not None:
+            args, kwargs = self._verified(plain, model, args, kwargs)
+        self._count(model)
+        if is_own:
+            return plain(model, *args, **kwargs)
+        try:
+            # An accumulated model has a `fit` of its own, with what goes with sizes and workers.
+            fit = vars(model).get("fit")
+            return plain(model, *args, **kwargs) if fit is None else fit(*args, **kwargs)
+        except ValueError as error:
+            if not _is_refusal(error) or self._trained(model) or _runs_out(args, kwargs):
+                raise
+            release(model)
+            _say_plain(model, error)
+        return plain(model, *args, **kwargs)
+
+    def summary(self) -> str:
+        """What was run, in one line."""
+        found = [ran.totals() for ran in self._ran]
+        totals = [sum(each[i] for each in found) for i in range(2)]
+        parts = [f"{totals[0]} batches", f"{totals[1]} micro-batches"]
+        if not totals[0]:
+            parts = ["no batch was accumulated"]
+        return ", ".join([*parts, *_peak()])
+
+    def _count(self, model: Any) -> None:
+        accumulation = install.accumulation_of(model)
+        assert accumulation is not None
+        self._ran.append(accumulation.count())
+
+    def _trained(self, model: Any) -> bool:
+        """Whether the model has been trained with any batch, so that it is not as it was."""
+        accumulation = install.accumulation_of(model)
+        return accumulation is None or accumulation.has_written()
+
+    def _verified(self, plain: Any, model: Any, args: Any, kwargs: Any) -> Any:
+        """The arguments of a fit, once its first batch has been looked at."""
+        call = inspect.signature(plain).bind(model, *args, **kwargs)
+        call.apply_defaults()
+        given = call.arguments
+        if isinstance(given["x"], types.GeneratorType):
+            first = next(given["x"])
+            given["x"] = _again(first, given["x"])
+            batch: Any = (first,) if not isinstance(first, tuple) else first
+        else:
+            batch = data.first_batch(
+                given["x"],
+                given["y"],
+                given["sample_weight"],
+                batch_size=given["batch_size"] or 32,
+                class_weight=given["class_weight"],
+            )
+        self._is_verifying = True
+        try:
+            report = verify(model, *batch)
+        finally:
+            self._is_verifying = False
+        if report.exact is not True:
+            print(f"macrobatch: {report}", file=sys.stderr, flush=True)
+        if report.exact is False and self._verify == "stop":
+            raise SystemExit(1)
+        return call.args[1:], call.kwargs
+
+
+def _again(first: Any, rest: Any) -> Any:
+    yield first
+    yield from rest
+
+
+def _runs_out(args: Any, kwargs: Any) -> bool:
+    """Whether the data of a fit is there only once, so that a second fit would lack batches."""
+    x = args[0] if args else kwargs.get("x")
+    return hasattr(x, "__next__")
+
+
+def _is_refusal(error: ValueError) -> bool:
+    """Whether macrobatch itself has raised an error, and neither Keras nor the script."""
+    if isinstance(error, _checks.Refused):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and os.path.abspath(frames[-1].filename).startswith(_PACKAGE)
+
+
+def _say_plain(model: Any, error: ValueError) -> None:
+    reason = _checks.one_line(error, 2000)[len(type(error).__name__) + 2 :]
+    _checks.warn(
+        f"The model {model.name!r} trains as without macrobatch, because it cannot be accumulated "
+        f"with these options. {reason}"
+    )
+
+
+def _peak() -> List[str]:
+    """The most memory that was in use, where it is known."""
+    try:
+        if device_memory.gpus():
+            return [f"peak memory of the GPU {limit.shown(device_memory.GpuCounter().read())}"]
+        return [f"peak memory {limit.shown(peaks.highest_ever())}"]
+    except ValueError:  # Windows
+        return []

@@ -1,0 +1,123 @@
+"""How the steps get into a Keras model on torch, and what goes with them in fit()."""
+
+from typing import Any, Callable, Dict, Optional
+
+from macrobatch import _checks, _internals
+from macrobatch._batches.cut import Cut
+from macrobatch._keras import model_checks
+from macrobatch._keras.report import overrides
+from macrobatch._torch import checks
+from macrobatch._torch.compiled import left_to_steps
+from macrobatch._torch.meeting import Meeting
+from macrobatch._torch.steps import Steps
+from macrobatch._torch.whole_batch import WholeBatchSteps
+from macrobatch._types import Logs
+
+
+class Accumulation:
+    """What Keras calls of one model, on the instance, so that its class stays as it is.
+
+    Attributes:
+        model, cut, micro_batch_weight: what the user gave.
+        steps: the train step and the test step.
+        meeting: the trial whether examples meet.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        cut: Cut,
+        micro_batch_weight: Optional[Callable[..., Any]],
+        nonfinite: str,
+        memory_limit: Any,
+        whole_batch_loss: bool,
+    ):
+        checks.no_own_train_step(overrides(model, "train_step"))
+        checks.propagates(nonfinite)
+        checks.has_size(cut.chosen)
+        self.model, self.cut, self.micro_batch_weight = model, cut, micro_batch_weight
+        kind = WholeBatchSteps if whole_batch_loss else Steps
+        self.steps = kind(model, cut, micro_batch_weight)
+        self.meeting = Meeting(model, cut, not whole_batch_loss, self.steps.modules)
+        self._looks = False  # whether the size of the first batch of a fit is to be looked at
+        self._replaced: Dict[str, Any] = {}
+
+    def install(self) -> None:
+        """Replaces the methods of the model that make and run its steps."""
+        methods = {
+            "train_step": self.train_step,
+            "make_train_function": self.make_train_function,
+            "make_test_function": self.make_test_function,
+        }
+        if not overrides(self.model, "test_step"):  # One of its own sees the whole batch.
+            methods["test_step"] = self.test_step
+        for name, method in methods.items():
+            if name in vars(self.model):
+                self._replaced[name] = vars(self.model)[name]
+            setattr(self.model, name, method)
+        _internals.before_training(_check_parts)
+        self._make_anew()
+
+    def uninstall(self) -> None:
+        """Gives the model its own methods back."""
+        for name, method in list(vars(self.model).items()):
+            if getattr(method, "__self__", None) is self:
+                delattr(self.model, name)
+        for name, method in self._replaced.items():
+            setattr(self.model, name, method)
+        self._make_anew()
+
+    def _make_anew(self) -> None:
+        """Forgets functions that were made before. In the middle of fit() Keras needs new ones."""
+        model = self.model
+        trains, tests = model.train_function is not None, model.test_function is not None
+        model.train_function = model.test_function = None
+        if trains:
+            model.make_train_function()
+        if tests:
+            model.make_test_function()
+
+    def train_step(self, data: Any) -> Logs:
+        """As Keras', on micro-batches."""
+        steps = self.steps
+        logs = steps.train_step(data)
+        self.meeting.try_once(steps.batch_of(data), self.micro_batch_weight)
+        if self._looks:
+            self._looks = False
+            if self.cut.size and steps.examples <= self.cut.size:
+                _checks.warn(model_checks.no_accumulation(steps.examples, self.cut.size, 1))
+        return logs
+
+    def test_step(self, data: Any) -> Logs:
+        """As Keras', on micro-batches."""
+        return self.steps.test_step(data)
+
+    def make_train_function(self, force: bool = False) -> Any:
+        """As Keras', which calls it once at the start of a fit."""
+        self._looks = True
+        if self.model.train_function is None or force:
+            self.meeting.start()
+            self.steps.forget(training=True)
+        with left_to_steps(self.model):
+            return type(self.model).make_train_function(self.model, force=force)
+
+    def make_test_function(self, force: bool = False) -> Any:
+        """As Keras'."""
+        if self.model.test_function is None or force:
+            self.steps.forget(training=False)
+        with left_to_steps(self.model):
+            return type(self.model).make_test_function(self.model, force=force)
+
+
+def accumulation_of(model: Any) -> Optional[Accumulation]:
+    """What was installed in a model, or None."""
+    owner = getattr(vars(model).get("train_step"), "__self__", None)
+    return owner if isinstance(owner, Accumulation) else None
+
+
+def _check_parts(model: Any) -> None:
+    """Warns when a model is about to train that has an accumulated one in it."""
+    if accumulation_of(model) is None:
+        parts = [part for part in _internals.layers_of(model) if accumulation_of(part) is not None]
+        if parts:
+            _checks.warn(model_checks.only_a_part(model, parts[0]))

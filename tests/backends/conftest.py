@@ -1,0 +1,36 @@
+"""Tests on other backends than TensorFlow: that of the environment, which KERAS_BACKEND names.
+
+`make test-backends` runs them, in environments without TensorFlow. The tests of TensorFlow, which
+have a conftest.py of their own, leave this folder out.
+"""
+
+import os
+
+# float64 on JAX, before it is imported.
+os.environ.setdefault("JAX_ENABLE_X64", "1")
+# What XLA compiles here runs for microseconds: compile it quickly rather than well.
+os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+os.environ["MACROBATCH_CACHE"] = "0"
+
+import keras
+import pytest
+from keras.src.backend.common import dtypes
+
+if keras.backend.backend() == "tensorflow":
+    collect_ignore_glob = ["*"]
+else:
+    others = {"jax": "*torch*", "torch": "*jax*"}
+    collect_ignore_glob = [others[keras.backend.backend()]]
+
+
+@pytest.fixture(autouse=True)
+def double_precision(monkeypatch):
+    """float64 that is float64: by default Keras computes some of it in float32 here."""
+    for name in list(dtypes.BIT64_TO_BIT32_DTYPE):
+        monkeypatch.setitem(dtypes.BIT64_TO_BIT32_DTYPE, name, name)
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    keras.utils.set_random_seed(0)
+    yield
+    keras.config.set_dtype_policy("float32")
+    keras.config.set_floatx("float32")

@@ -1,0 +1,72 @@
+"""What the package offers without TensorFlow, and what it says of the rest."""
+
+import subprocess
+import sys
+
+import keras
+import pytest
+from builders import X, Y, dense
+from support import BACKEND
+
+import macrobatch
+from macrobatch._accumulate import settings_of
+
+
+def test_tensorflow_is_not_needed():
+    model = dense()
+    model.compile("sgd", "mse")
+    macrobatch.accumulate(model, 3)
+    model.fit(X, Y, batch_size=8, verbose=0)
+    assert not [name for name in sys.modules if name.split(".")[0] == "tensorflow"]
+
+
+def test_settings_are_known_until_release():
+    model = macrobatch.accumulate(dense(), 3, whole_batch_loss=True)
+    assert settings_of(model) == {"micro_batch_size": 3, "whole_batch_loss": True}
+    assert settings_of(macrobatch.release(model)) is None
+
+
+NAMES = ["GradientNoiseScale", "find_micro_batch_size", "verify", "wait_for_workers"]
+
+
+@pytest.mark.parametrize("name", [*NAMES, "value_and_gradients", "GradientAccumulator"])
+def test_what_only_tensorflow_has(name):
+    with pytest.raises(ImportError, match=rf"{name} is .* TensorFlow only.*{BACKEND}.*accumulate"):
+        getattr(macrobatch, name)
+
+
+@pytest.mark.parametrize("name", ["value_and_gradients", "GradientAccumulator"])
+def test_what_to_use_in_a_loop_of_ones_own(name):
+    expected = {"jax": r"optax\.MultiSteps", "torch": r"\.grad"}[BACKEND]
+    with pytest.raises(ImportError, match=expected):
+        getattr(macrobatch, name)
+
+
+@pytest.mark.parametrize("size", [{}, {"micro_batch_size": "auto"}])
+def test_sizes_that_are_found(size):
+    with pytest.raises(ValueError, match=r"TensorFlow only.*micro_batch_size=8"):
+        macrobatch.accumulate(dense(), **size)
+
+
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_numbers_that_are_not_finite(nonfinite):
+    with pytest.raises(ValueError, match=r"nonfinite= is .* TensorFlow only.*TerminateOnNaN"):
+        macrobatch.accumulate(dense(), 3, nonfinite=nonfinite)
+
+
+def test_a_backend_that_cannot_train(monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "openvino")
+    with pytest.raises(ValueError, match=r"JAX or torch.*'openvino' backend.*KERAS_BACKEND"):
+        macrobatch.accumulate(dense(), 3)
+
+
+def test_a_backend_that_is_not_installed(monkeypatch):
+    monkeypatch.setenv("KERAS_BACKEND", "tensorflow")
+    ran = subprocess.run(
+        [sys.executable, "-c", "import macrobatch; macrobatch.accumulate"],
+        capture_output=True,
+        text=True,
+    )
+    assert ran.returncode
+    assert "which is not installed" in ran.stderr
+    assert "macrobatch[jax]" in ran.stderr
