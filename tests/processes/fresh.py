@@ -21,20 +21,29 @@ class Result(NamedTuple):
     stderr: str
 
 
-def run(script, *arguments, folder):
-    """Runs a script as `python script arguments...` would. Its output goes to files in a folder."""
+def run(script, *arguments, folder, through=None):
+    """Runs a script as `python script arguments...` would. Its output goes to files in a folder.
+
+    With `through`, a list of options, as `macrobatch run options... script arguments...`.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
     files = [str(pathlib.Path(folder) / name) for name in ("stdout", "stderr")]
-    process = context.Process(target=_main, args=([str(script), *map(str, arguments)], files))
+    process = context.Process(
+        target=_main, args=([str(script), *map(str, arguments)], files, through)
+    )
     process.start()
     process.join()
     return Result(process.exitcode, *(pathlib.Path(file).read_text() for file in files))
 
 
-def _main(arguments, files):
+def _main(arguments, files, through):
     for descriptor, file in zip((1, 2), files):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT), descriptor)
     os.environ.update(ENVIRONMENT)
+    if through is not None:
+        from macrobatch import cli
+
+        sys.exit(cli.main(["run", *through, *arguments]))
     sys.argv, sys.path[0] = arguments, os.path.dirname(arguments[0])
     runpy.run_path(arguments[0], run_name="__main__")

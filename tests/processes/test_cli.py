@@ -308,7 +308,11 @@ def test_ctrl_c_reaches_workers_and_their_children(script, tmp_path):
         (["--workers", "2", "-m"], {}, "Received: none."),
         (["--workers", "2", "none.py"], {}, "Received: none.py, which is not a file in "),
         (["--workers", "0", "script.py"], {}, "Received: --workers 0."),
-        (["script.py", "--workers", "2"], {}, "--workers"),
+        (["--log-dir", "logs", "script.py"], {}, "Received: no --workers N."),
+        (["--max-restarts", "1", "script.py"], {}, "Received: no --workers N."),
+        (["--workers", "1", "--max-restarts", "-1", "script.py"], {}, "--max-restarts -1."),
+        (["--micro-batch-size", "0", "script.py"], {}, "Received: 0."),
+        (["--micro-batch-size", "off", "--verify", "script.py"], {}, "Leave one of them out."),
         (["--workers", "1", "--worker", "2", "script.py"], {}, "--worker"),
         (["--workers", "1", "--devices-per-worker", "-1", "script.py"], {}, "Received: --devices-"),
         (["--workers", "1", "script.py"], {"TF_CONFIG": "{}"}, "Received: TF_CONFIG={}."),
@@ -537,3 +541,27 @@ def test_tensorflow_still_chooses_local_devices_where_the_worker_replaces_it():
     replaced = collective_all_reduce_strategy.CollectiveAllReduceExtended._initialize_local_devices
     parameters = list(inspect.signature(replaced).parameters)
     assert parameters == ["self", "cluster_resolver", "worker_device"]
+
+
+FAILS_ONCE = """
+if me == 1 and not os.path.exists("failed"):
+    touch("failed")
+    print("on the way")
+    sys.exit(5)
+print("done", sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(("restarts", "code"), [("1", 0), ("0", 5)])
+def test_workers_start_again_and_write_files(script, tmp_path, restarts, code):
+    script(FAILS_ONCE)
+    options = ["--workers", "2", "--max-restarts", restarts, "--log-dir", "logs/of/run"]
+    result = run(*options, "script.py", "well")
+    assert result.returncode == code
+    again = b"macrobatch: starting all workers again (1 of 1)"
+    assert (again in result.stderr) == (code == 0)
+    log = (tmp_path / "logs/of/run/worker-1.log").read_text()
+    assert log.splitlines() == ["on the way", *(["done well"] if code == 0 else [])]
+    if code == 0:
+        assert result.stdout.count(b"[worker 1] done well") == 1
+        assert "done well" in (tmp_path / "logs/of/run/worker-0.log").read_text()

@@ -1,4 +1,4 @@
-"""The examples, and the code in the documentation, as a reader would run them."""
+"""The examples, as a reader would run them. test_documentation.py has the code of the pages."""
 
 import os
 import pathlib
@@ -61,6 +61,7 @@ def test_multi_device(run):
     assert difference < 1e-5  # weights move by 0.1
 
 
+@pytest.mark.thorough  # test_workers.py has the same, faster
 def test_multi_worker(run, tmp_path):
     """As it is, and started by the launcher, both with the updates of the same batches."""
     script = ROOT / "examples/multi_worker.py"
@@ -79,57 +80,3 @@ def test_multi_worker(run, tmp_path):
         assert all(losses[0] == each for each in losses), "workers report different losses"
         assert float(losses[0][1]) < float(losses[0][0])
     assert [path.name for path in tmp_path.iterdir()] == ["model.keras"]
-
-
-def blocks_of(page):
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    assert blocks
-    return blocks
-
-
-@pytest.mark.parametrize(
-    "page",
-    [
-        "docs/custom-loops.md",
-        "docs/scaling.md",
-        "docs/coupled-losses.md",
-        "docs/examples-that-meet.md",
-        "docs/noise-scale.md",
-        "docs/train-steps.md",
-        "docs/not-finite.md",
-        "docs/verify.md",
-        "docs/sizes.md",
-    ],
-)
-def test_code_in_the_documentation(run, page, tmp_path):
-    script = tmp_path / "page.py"
-    script.write_text("\n".join(blocks_of(page)))
-    run(script)
-
-
-# What the README's code takes for granted.
-GIVEN = """
-import keras, macrobatch, numpy as np, tensorflow as tf
-x = x_val = np.random.default_rng(0).normal(size=[48, 784]).astype("float32")
-y = y_val = np.arange(48) % 10
-model = keras.Sequential([keras.Input([784]), keras.layers.Dense(10)])
-model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-texts = np.arange(1, 25) % 8 * (np.arange(24) < np.arange(48)[:, None] % 24)
-tags = texts % 5
-signals, classes = np.where(texts[:, :, None], np.ones(4), 0).astype("float32"), tags[:, 0]
-"""
-GIVEN_TO_LOOPS = """
-model = keras.Sequential([keras.Input([784]), keras.layers.Dense(1)])
-y = y[:, None].astype("float32")
-optimizer = keras.optimizers.Adam()
-dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(8)
-"""
-
-
-def test_code_in_the_readme(run, tmp_path):
-    first, use, *lengths, step, stream, replicas, verify = blocks_of("README.md")
-    script = tmp_path / "readme.py"
-    # Its batches are larger than the data here, so that nothing is accumulated: it says so.
-    before_loops = [GIVEN, first, use, *lengths, replicas, verify]
-    script.write_text("\n".join([*before_loops, GIVEN_TO_LOOPS, step, stream]))
-    run(script)
