@@ -28,7 +28,7 @@ PEERS = Environment(
     [["tensorflow-cpu==2.12.*", "numpy==1.23.2"], ["--no-deps", "gradient-accumulator==0.5.2"]],
 )
 TORCH = Environment(
-    ".venv-torch",
+    ".venv-peers-torch",
     "PyTorch",
     ["3.11", "3.12", "3.13", "3.10"],
     [["torch==2.13.0", "accelerate", "numpy"]],

@@ -33,6 +33,7 @@ def training(description):
         "floor": Floor,
         "plain": plain_training,
         "macrobatch": macrobatch_training,
+        "noise": noise_training,
         "keras": keras_accumulation,
         "gradient-accumulator": gradient_accumulator_training,
     }
@@ -182,6 +183,17 @@ def plain_training(**options):
 
 def macrobatch_training(accumulate, **options):
     return Fit(macrobatch.accumulate(compiled(**options), **accumulate), **options)
+
+
+def noise_training(every, accumulate, **options):
+    """Ten updates in a step, of which one of `every` is measured for the gradient noise scale."""
+    fit = macrobatch_training(accumulate, **options)
+    fit.calls = 10
+    if every:
+        noise = macrobatch.GradientNoiseScale(every=every)
+        noise.set_model(fit.model)
+        noise.on_train_begin()
+    return fit
 
 
 def keras_accumulation(micro_batches, **options):

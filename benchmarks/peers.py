@@ -1,4 +1,4 @@
-"""How ways to accumulate gradients compare: the table of the README, measured.
+"""How ways to accumulate gradients compare: the table of docs/exactness.md, measured.
 
 Each contender trains small models in float64, in a process of its own, to make the updates of
 batches of 32 from micro-batches of 8: three epochs of SGD with momentum. The reference is plain

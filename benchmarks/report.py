@@ -1,6 +1,6 @@
 """Tables and pictures from the JSON files of bench.py, in the terminal and in the documentation.
 
-    python benchmarks/report.py    # shows all, and writes them to README.md and docs/performance.md
+    python benchmarks/report.py    # shows all, and writes them to docs/performance.md
     python benchmarks/report.py --from FOLDER    # shows what bench.py wrote to another folder
 
 Tables stand between <!-- bench:SECTION --> and <!-- /bench -->, and are never typed by hand.
@@ -19,7 +19,7 @@ import sections
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [ROOT / "README.md", ROOT / "docs" / "performance.md"]
+PAGES = [ROOT / "docs" / "performance.md"]
 MARKERS = re.compile(r"(<!-- bench:([\w-]+) -->\n).*?(<!-- /bench -->)", re.DOTALL)
 
 
@@ -166,11 +166,11 @@ def aligned(rows):
     return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
 
 
-# The summary of the README
+# The summary of the page
 
 
 def summary(all_results):
-    """Time over the floor and peak memory, in the words of the README."""
+    """Time over the floor and peak memory, in the words of the page."""
     columns = {"macrobatch": "macrobatch", "keras": "Keras `gradient_accumulation_steps`"}
     columns["plain"] = "plain Keras, whole batch"
     rows = [["", *columns.values()]]

@@ -231,6 +231,28 @@ def whole_batch_memory():
     return Section("whole-batch-memory", text, "bars", contenders, targets, peaks=peaks, rounds=5)
 
 
+# The gradient noise scale
+
+NOISE_MODELS = {"small cnn": ("small CNN", 8), "transformer": ("transformer", 4)}
+
+
+def noise():
+    """What the callback costs, over ten updates each."""
+    contenders, targets = {}, []
+    for model, (title, micro) in NOISE_MODELS.items():
+        common = {"model": model, "batch": 4 * micro, "accumulate": {"micro_batch_size": micro}}
+        for every, text in ((None, "not measured"), (10, "every=10"), (1, "every=1")):
+            contenders[f"{model} {every}"] = Contender(
+                f"{title}, {text}", "noise", {**common, "every": every}
+            )
+        names = f"{model} 10", f"{model} None"
+        targets.append(time_target(f"{title}: every=10 over no callback", *names, 1.02))
+        names = f"{model} 1", f"{model} None"
+        targets.append(time_target(f"{title}: every=1 over no callback", *names))
+    text = "GradientNoiseScale: time of ten updates"
+    return Section("noise", text, "bars", contenders, targets)
+
+
 # A large embedding table
 
 
@@ -309,6 +331,7 @@ def all_sections():
         memory(),
         whole_batch(),
         whole_batch_memory(),
+        noise(),
         embedding(),
         linear(),
         first_step.section(),

@@ -1,9 +1,10 @@
-"""The same training with and without accumulation: the same weights, in less memory.
+"""The same training plainly, accumulated, and with Keras' own accumulation: weights and memory.
 
 A small convolutional network learns handwritten digits (1797 real images that come with
-scikit-learn) twice: on whole batches, and on the same batches in micro-batches. Then it makes a few
-updates at several batch sizes, to see how memory grows. Every training has a process of its own, so
-that its peak memory is its own too.
+scikit-learn) three times: on whole batches, on the same batches in micro-batches, and in
+micro-batches with Keras' gradient_accumulation_steps. Then it makes a few updates at several batch
+sizes, to see how memory grows. Every training has a process of its own, so that its peak memory is
+its own too. It takes some minutes on two cores.
 
     python examples/demo.py [--output demo.png]
 """
@@ -11,9 +12,7 @@ that its peak memory is its own too.
 import argparse
 import multiprocessing
 import os
-import statistics
 import sys
-import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Dict, List, NamedTuple, Optional
@@ -37,11 +36,8 @@ class Result(NamedTuple):
     """What a training gave, and what it took."""
 
     weights: List[np.ndarray]
-    moved: float  # the largest change of a weight
-    loss: float
+    initial: List[np.ndarray]
     accuracy: float
-    speed: float  # examples/s
-    peak: float  # MiB, of the whole process
     extra: float  # MiB, the part of the peak that came with training
 
 
@@ -57,7 +53,7 @@ def digits() -> Data:
     return Data(images, labels, unseen, unseen_labels)
 
 
-def build_model() -> Any:
+def build_model(gradient_accumulation_steps: Optional[int] = None) -> Any:
     """A network whose gradient is the same however a batch is cut.
 
     So it has no BatchNormalization and no dropout. It is smooth, too: where a ReLU or a maximum
@@ -83,55 +79,40 @@ def build_model() -> Any:
         ]
     )
     model.compile(
-        optimizer=keras.optimizers.Adam(0.005),
+        optimizer=keras.optimizers.Adam(
+            0.005, gradient_accumulation_steps=gradient_accumulation_steps
+        ),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
     return model
 
 
-def train(
-    data: Data, batch_size: int, micro_batch_size: Optional[int], epochs: int, verbose: int
-) -> Result:
-    """Trains the network, accumulated if there is a `micro_batch_size`, otherwise plainly."""
-    import keras
-
+def train(data: Data, way: str, batch_size: int, epochs: int) -> Result:
+    """Trains the network in one of three ways: "plain", "macrobatch" or "Keras"."""
     import macrobatch
 
-    model = build_model()
-    if micro_batch_size:
-        macrobatch.accumulate(model, micro_batch_size=micro_batch_size)
+    steps = batch_size // MICRO_BATCH_SIZE
+    model = build_model(steps if way == "Keras" else None)
+    if way == "macrobatch":
+        macrobatch.accumulate(model, micro_batch_size=MICRO_BATCH_SIZE)
 
     initial = model.get_weights()
     before = memory("VmRSS")
-    ends: List[float] = []
     model.fit(
         data.images,
         data.labels,
-        batch_size=batch_size,
+        # Keras' own accumulation gets micro-batches, and updates after each so many of them.
+        batch_size=MICRO_BATCH_SIZE if way == "Keras" else batch_size,
         epochs=epochs,
         shuffle=False,
-        verbose=verbose,
-        callbacks=[
-            keras.callbacks.LambdaCallback(on_epoch_end=lambda *_: ends.append(time.perf_counter()))
-        ],
+        verbose=0,
     )
-    peak = memory("VmHWM")
-
-    loss, accuracy = model.evaluate(
+    extra = memory("VmHWM") - before
+    _, accuracy = model.evaluate(
         data.unseen, data.unseen_labels, batch_size=MICRO_BATCH_SIZE, verbose=0
     )
-    weights = model.get_weights()
-    return Result(
-        weights=weights,
-        moved=largest_difference(weights, initial),
-        loss=loss,
-        accuracy=accuracy,
-        # From the end of the first epoch on, which also traces the step.
-        speed=len(data.images) / statistics.median(np.diff(ends)),
-        peak=peak,
-        extra=peak - before,
-    )
+    return Result(model.get_weights(), initial, accuracy, extra)
 
 
 def in_own_process(function: Any, *args: Any) -> Any:
@@ -154,24 +135,36 @@ def memory(field: str) -> float:
     return int(kib) / 2**10
 
 
-def largest_difference(a: List[np.ndarray], b: List[np.ndarray]) -> float:
-    return max(float(np.abs(x - y).max()) for x, y in zip(a, b))
+def distance_from(result: Result, plain: Result) -> float:
+    """How far weights are from those of plain training, as a part of the way that those moved."""
+    apart, moved = (
+        np.sqrt(sum(np.sum((a - b) ** 2) for a, b in zip(these, plain.weights)))
+        for these in (result.weights, plain.initial)
+    )
+    return float(apart / moved)
 
 
-def print_table(plain: Result, accumulated: Result) -> None:
+def percent(part: float) -> str:
+    return "rounding" if part < 1e-3 else f"{part:.1%} off"
+
+
+def print_table(results: Dict[str, Result]) -> None:
     def row(name: str, *values: Any) -> None:
-        print(f"{name:30}" + "".join(f"{value:>14}" for value in values))
+        print(f"{name:36}" + "".join(f"{value:>14}" for value in values))
 
-    results = (plain, accumulated)
-    row("", "plain", "accumulated")
-    row("examples in memory at a time", BATCH_SIZE, MICRO_BATCH_SIZE)
-    row("loss on 360 unseen images", *[f"{result.loss:.6f}" for result in results])
-    row("accuracy on them", *[f"{result.accuracy:.2%}" for result in results])
-    row("examples/s", *[f"{result.speed:.0f}" for result in results])
-    row("peak memory", *[f"{result.peak:.0f} MiB" for result in results])
-    difference = largest_difference(plain.weights, accumulated.weights)
-    row("largest weight difference", "", f"{difference:.1e}")
-    print(f"\nTraining moved weights by up to {plain.moved:.2f}: the difference is rounding.")
+    plain = results["plain"]
+    memories = [result.extra for result in results.values()]
+    row("", *results)
+    row("examples in memory at a time", BATCH_SIZE, MICRO_BATCH_SIZE, MICRO_BATCH_SIZE)
+    row("accuracy on 360 unseen images", *[f"{r.accuracy:.1%}" for r in results.values()])
+    row("memory that training adds", *[f"{each:.0f} MiB" for each in memories])
+    parts = [distance_from(result, plain) for result in results.values()]
+    row("weights against plain training", "", *map(percent, parts[1:]))
+    same = "same weights" if parts[1] < 1e-3 else f"weights {percent(parts[1])}"
+    print(
+        f"\nmacrobatch: {same}, {memories[0] / memories[1]:.0f} x less memory; "
+        f"Keras' own: {percent(parts[2])}."
+    )
 
 
 def draw(plain: Dict[int, float], accumulated: Dict[int, float], output: Path) -> None:
@@ -195,9 +188,12 @@ def draw(plain: Dict[int, float], accumulated: Dict[int, float], output: Path) -
             color=colour,
             weight="bold",
         )
-    axes.set_title("Peak memory that training adds, by batch size", loc="left")
+    largest = max(plain)
+    less = plain[largest] / accumulated[largest]
+    title = f"Batch {largest} trains in {less:.0f} x less memory, with the same update"
+    axes.set_title(title, loc="left", weight="bold")
     axes.set_xlabel("batch size (examples per update)")
-    axes.set_ylabel("MiB")
+    axes.set_ylabel("MiB that training adds (lower is better)")
     axes.set_xticks(sorted(plain))
     axes.set_ylim(0, 1.15 * max(plain.values()))
     axes.spines[["top", "right"]].set_visible(False)
@@ -211,31 +207,28 @@ def main() -> None:
     output = parser.parse_args().output
     data = digits()
 
-    print(f"Plain: batches of {BATCH_SIZE}", flush=True)
-    plain = in_own_process(train, data, BATCH_SIZE, None, EPOCHS, 2)
-    print(f"\nAccumulated: batches of {BATCH_SIZE} in {MICRO_BATCH_SIZE}s", flush=True)
-    accumulated = in_own_process(train, data, BATCH_SIZE, MICRO_BATCH_SIZE, EPOCHS, 2)
-
+    print("Three trainings, then three batch sizes: some minutes on two cores", flush=True)
     # By default the C library keeps some of what is freed, now more, now less. Here it is to give
     # large blocks back at once, which is slower, so that the peak is what training really held.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(2**20)
-    print("\nMemory that training adds to the process", flush=True)
-    plain_memory, accumulated_memory = {}, {}
+    results = {}
+    for way in ("plain", "macrobatch", "Keras"):
+        print(f"  {way}: {EPOCHS} epochs, batches of {BATCH_SIZE}", flush=True)
+        results[way] = in_own_process(train, data, way, BATCH_SIZE, EPOCHS)
+
+    memories: Dict[str, Dict[int, float]] = {"plain": {}, "macrobatch": {}}
     for size in BATCH_SIZES:
+        print(f"  memory of batches of {size}", flush=True)
         batch = data._replace(images=data.images[:size], labels=data.labels[:size])
-        jobs = [(train, batch, size, micro, 2, 0) for micro in (None, MICRO_BATCH_SIZE)]
+        jobs = [(train, batch, way, size, 2) for way in memories]
         with ThreadPoolExecutor() as both:
-            results = both.map(lambda job: in_own_process(*job), jobs)
-            plain_memory[size], accumulated_memory[size] = (result.extra for result in results)
-        print(
-            f"batch size {size:4}: plain {plain_memory[size]:.0f} MiB, "
-            f"accumulated {accumulated_memory[size]:.0f} MiB",
-            flush=True,
-        )
+            found = both.map(lambda job: in_own_process(*job), jobs)
+            for way, result in zip(memories, found):
+                memories[way][size] = result.extra
 
     print()
-    print_table(plain, accumulated)
-    draw(plain_memory, accumulated_memory, output)
+    print_table(results)
+    draw(memories["plain"], memories["macrobatch"], output)
     print(f"Memory against batch size: {output}")
 
 
