@@ -11,8 +11,13 @@ os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 os.environ["MACROBATCH_CACHE"] = "0"
 
 import keras
+import numpy as np
 import pytest
 import tensorflow as tf
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.array_slicing import convert_to_sliceable
+
+from macrobatch._fit.meeting import Meeting
 
 # Two devices, for the tests of replicas.
 tf.config.set_logical_device_configuration(
@@ -23,10 +28,39 @@ tf.config.set_logical_device_configuration(
 tf.config.threading.set_intra_op_parallelism_threads(1)
 tf.config.threading.set_inter_op_parallelism_threads(16)
 
+# Functions run a few times: optimizing their graphs takes longer than it saves.
+tf.config.optimizer.set_experimental_options({"disable_meta_optimizer": True})
+
 # A command, tests of other environments, and scripts that tests run.
 collect_ignore = ["mutants", "backends", "processes/scripts"]
 # TensorFlow and Keras stay: the collector need not look through them again and again.
 gc.freeze()
+
+
+def in_order(adapter, plain=ArrayDataAdapter.get_tf_dataset):
+    """The batches of arrays in their order: as Keras makes them, without the functions it traces.
+
+    Tracing these functions would take a fifth of the time of all tests.
+    """
+    arrays = convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
+    if adapter._shuffle or not all(type(leaf) is np.ndarray for leaf in keras.tree.flatten(arrays)):
+        return plain(adapter)
+    batches = tf.data.Dataset.from_tensor_slices(keras.tree.lists_to_tuples(arrays))
+    batches = batches.batch(adapter._batch_size, drop_remainder=not adapter._partial_batch_size)
+    options = tf.data.Options()
+    options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
+    return batches.with_options(options).prefetch(tf.data.AUTOTUNE)
+
+
+ArrayDataAdapter.get_tf_dataset = in_order
+
+
+@pytest.fixture(autouse=True)
+def trials(request, monkeypatch):
+    """Whether examples meet is tried by the tests about that. `make test-all` tries all models."""
+    if request.config.option.markexpr and not request.node.get_closest_marker("examples_meet"):
+        monkeypatch.setattr(Meeting, "start", lambda self: None)
+        monkeypatch.setattr(Meeting, "watching", lambda self, step: step)
 
 
 @pytest.fixture(autouse=True)
