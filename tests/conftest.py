@@ -37,6 +37,14 @@ collect_ignore = ["mutants", "backends", "processes/scripts"]
 gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def kept_graphs():
+    """TensorFlow keeps the graphs of functions in functions: they need not be looked through."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def in_order(adapter, plain=ArrayDataAdapter.get_tf_dataset):
     """The batches of arrays in their order: as Keras makes them, without the functions it traces.
 
@@ -53,6 +61,14 @@ def in_order(adapter, plain=ArrayDataAdapter.get_tf_dataset):
 
 
 ArrayDataAdapter.get_tf_dataset = in_order
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    for item in items:
+        words = [word for mark in item.iter_markers("thorough_for") for word in mark.args]
+        if words and any(word in item.callspec.id for word in words):
+            item.add_marker("thorough")
 
 
 @pytest.fixture(autouse=True)

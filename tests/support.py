@@ -27,6 +27,8 @@ MODES = {
 
 # Beside a case or a parameter: `make test` deselects it, `make test-all` runs it.
 thorough = pytest.mark.thorough
+# The same for those of its parameters that have one of these words in their ids.
+thorough_for = pytest.mark.thorough_for
 
 
 class DensePlain(keras.Model):

@@ -41,7 +41,7 @@ def mse(reduction):
 
 
 for reduction in REDUCTIONS:
-    compiled = "compiled" if reduction in ("sum", "mean_with_sample_weight") else ""
+    other = {"sum_over_batch_size": "replicas", "mean_with_sample_weight": "compiled"}
     CASES[f"reduction-{reduction}"] = case(dense, X, Y, loss=mse(reduction), quick="graph")
     CASES[f"reduction-{reduction}-weights"] = case(
         dense,
@@ -49,7 +49,7 @@ for reduction in REDUCTIONS:
         Y,
         loss=mse(reduction),
         fit=weights(N),
-        quick=f"graph eager replicas {compiled}",
+        quick=f"graph eager {other.get(reduction)}",
     )
 
 CASES["no-reduction"] = case(
@@ -62,7 +62,7 @@ CASES["weights-that-cancel-in-a-micro-batch"] = case(
     micro_batch_size=2,
     loss=mse("mean_with_sample_weight"),
     fit={"sample_weight": np.tile([1.0, -1.0, 2.0, 3.0], 4)},
-    quick="graph replicas",
+    quick="graph",
 )
 
 # Masks
@@ -80,16 +80,14 @@ def masks(reduction, fit=None, **options):
 
 
 for reduction in REDUCTIONS:
-    replicas = "replicas" if reduction in ("sum_over_batch_size", "mean_with_sample_weight") else ""
-    compiled = "compiled" if reduction == "mean" else ""
+    other = {"sum_over_batch_size": "replicas", "mean": "compiled"}
     CASES[f"mask-{reduction}"] = masks(
-        reduction, quick=f"graph {replicas} {compiled}", wrong_metrics="jax"
+        reduction, quick=f"graph {other.get(reduction)}", wrong_metrics="jax"
     )
-    compiled = "compiled" if reduction == "mean_with_sample_weight" else ""
     CASES[f"mask-{reduction}-weights-of-tokens"] = masks(
-        reduction, weights(N, 6), quick=f"graph eager {compiled}", wrong_metrics="jax torch"
+        reduction, weights(N, 6), quick="graph eager", wrong_metrics="jax torch"
     )
-    quick = {"mean_with_sample_weight": "graph", "sum": "compiled"}.get(reduction, "")
+    quick = {"mean_with_sample_weight": "graph"}.get(reduction, "")
     CASES[f"mask-{reduction}-weights-of-examples"] = masks(
         reduction,
         weights(N, 1),
@@ -199,7 +197,7 @@ CASES["outputs-with-their-own-weights"] = case(
     weighted_metrics={"tags": ["accuracy"], "score": ["mse"]},
     per_mode=True,
     fit={"sample_weight": {"tags": data(N, 6, seed=5) ** 2, "score": data(N, seed=6) ** 2}},
-    quick="graph replicas",
+    quick="graph",
 )
 CASES["output-without-loss"] = case(
     two_outputs,
@@ -224,7 +222,7 @@ CASES["outputs-without-reduction"] = case(
     loss=lambda: [losses.MeanSquaredError(reduction=None) for _ in range(2)],
     per_mode=True,
     optimizer=slow_sgd,
-    quick="graph replicas",
+    quick="graph",
     backends="tensorflow",
 )
 CASES["several-losses-of-one-output"] = case(
@@ -249,7 +247,7 @@ CASES["add_loss-vectors"] = case(
     X,
     Y,
     optimizer=slow_sgd,
-    quick="graph eager replicas",
+    quick="graph eager",
 )
 CASES["add_loss-scalars"] = case(
     lambda: linear(Penalty(False), layers.Dense(2)),
@@ -291,5 +289,5 @@ CASES["metrics"] = case(
     ],
     weighted_metrics=lambda: [keras.metrics.Recall(name="r")],
     fit={"sample_weight": np.arange(N), "validation_data": (data(11, 4), CLASSES[:11])},
-    quick="graph eager replicas",
+    quick="graph eager",
 )

@@ -81,7 +81,7 @@ CASES["ragged"] = case(
     lambda: ragged_batches(),
     optimizer=lambda: optimizers.SGD(0.1),
     modes=NO_XLA,
-    quick="graph replicas",
+    quick="graph",
 )
 CASES["sparse"] = case(sparse, lambda: sparse_batches(), modes=NO_XLA, quick="graph")
 
@@ -90,7 +90,7 @@ def dataset():
     return tf.data.Dataset.from_tensor_slices((X, Y))
 
 
-CASES["Dataset"] = case(dense, lambda: dataset().batch(8), quick="graph replicas")
+CASES["Dataset"] = case(dense, lambda: dataset().batch(8), quick="graph")
 CASES["Dataset-repeated"] = case(
     dense, lambda: dataset().repeat().batch(8), fit={"steps_per_epoch": 4}, quick="graph"
 )

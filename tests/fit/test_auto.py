@@ -103,6 +103,7 @@ def test_a_batch_that_runs_out_is_run_again(options, monkeypatch, caplog):
     assert int(model.optimizer.iterations) == 9
 
 
+@thorough
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_batches_that_come_once(monkeypatch):
     def batches():
@@ -135,6 +136,7 @@ def test_train_on_batch_and_evaluate(monkeypatch):
     np.testing.assert_allclose(after, expected.evaluate(x, y, verbose=0), rtol=1e-10)
 
 
+@thorough
 @pytest.mark.parametrize("is_watched", [False, pytest.param(True, marks=thorough)])
 def test_replicas_have_one_size(is_watched, monkeypatch):
     # Parts of 12, and of 6 in the last batch.
@@ -329,6 +331,7 @@ def test_where_the_size_shows_it_is_only_shrunk(layer, monkeypatch):
         np.testing.assert_array_equal(one.numpy(), other.numpy())
 
 
+@pytest.mark.examples_meet
 def test_draws_of_tf_random_show_the_size():
     noisy = keras.layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x), dtype=x.dtype))
     model = macrobatch.accumulate(compiled(dense(noisy)), micro_batch_size=2)
@@ -445,6 +448,7 @@ def test_what_was_found_is_found_again(monkeypatch, tmp_path, caplog):
     assert "found before" in caplog.text
 
 
+@thorough
 def test_history_with_callbacks_of_the_users_own(tmp_path):
     path = str(tmp_path / "log.csv")
     model = macrobatch.accumulate(compiled(dense()))

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 from keras import layers, optimizers
-from support import MODES, build_pair, thorough
+from support import MODES, build_pair, thorough, thorough_for
 
 import macrobatch
 
@@ -37,6 +37,7 @@ def sequential(*more, first=(), **kwargs):
     return build
 
 
+@thorough_for("compiled")
 @pytest.mark.parametrize("mode", list(MODES))
 def test_pooled_statistics_are_those_of_the_batch(mode):
     plain, accumulated = train(sequential(), **MODES[mode])

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, ops
-from support import MODES, thorough
+from support import MODES, thorough, thorough_for
 from test_accumulator_everywhere import mirrored
 
 import macrobatch
@@ -20,6 +20,7 @@ from macrobatch._meeting import is_cut
 from macrobatch._tensorflow.engine import ENGINE
 
 FEATURES, CLASSES = 6, 3
+pytestmark = pytest.mark.examples_meet
 
 
 def data(examples=24, seed=0):
@@ -197,6 +198,7 @@ def test_micro_batches_of_one():
     assert "culprit" in said_of(build(Centred(name="culprit")), size=1)[0]
 
 
+@thorough_for("compiled")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("place", ["loss", "layer"])
 def test_modes(mode, place):
@@ -515,6 +517,7 @@ APPLICATIONS = {
 }
 
 
+@thorough
 @pytest.mark.parametrize(
     "name",
     [pytest.param(n, marks=thorough) if slow else n for n, (_, slow) in APPLICATIONS.items()],

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, ops
-from support import MODES, assert_same, build_pair, check, thorough
+from support import MODES, assert_same, build_pair, check, thorough, thorough_for
 
 import macrobatch
 
@@ -80,6 +80,7 @@ class Adds(layers.Layer):
         return inputs
 
 
+@thorough_for("eager")
 @pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
 @pytest.mark.parametrize("mode", ["graph", "eager", pytest.param("compiled", marks=thorough)])
 @pytest.mark.parametrize(
@@ -126,6 +127,7 @@ def test_what_functions_of_the_user_return_is_checked(wrong):
 # Batches
 
 
+@thorough_for("ragged")
 @pytest.mark.parametrize("kind", ["ragged", "sparse"])
 def test_a_batch_of_fixed_size_whose_first_part_does_not_know_it(kind):
     values = tf.constant(np.round(np.abs(X)))
@@ -240,6 +242,7 @@ class Counting(layers.Layer):
         return inputs
 
 
+@pytest.mark.examples_meet
 @pytest.mark.parametrize("masked", [False, True])
 @pytest.mark.parametrize("outputs", [1, 2])
 def test_eager_mode_runs_each_micro_batch_once(masked, outputs):
@@ -268,6 +271,7 @@ def test_eager_mode_runs_each_micro_batch_once(masked, outputs):
     assert accumulated.counting.calls == 6
 
 
+@pytest.mark.examples_meet
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_model_is_traced_once(masked):
     """Plain Keras traces twice, because it makes variables while it traces."""
@@ -303,6 +307,7 @@ class Switch(keras.callbacks.Callback):
             self.function(self.model)
 
 
+@pytest.mark.examples_meet
 def test_accumulate_and_release_in_the_middle_of_fit():
     """They take effect at the next batch."""
 
@@ -362,6 +367,7 @@ def test_nothing_is_kept_of_models_that_are_gone():
     assert [reference() for reference in gone] == [None] * 3
 
 
+@thorough
 def test_sample_weights_that_come_later_are_cut():
     """What was not there in an earlier batch is not known to be no sequence."""
     x = np.where(np.arange(6) < np.array([6, 2, 1, 3, 2, 1])[:, None], 1 + np.arange(6), 0)
@@ -463,6 +469,7 @@ def test_added_values_for_each_example_of_what_is_not_dense(kind):
         np.testing.assert_allclose(left, right, rtol=1e-10)
 
 
+@thorough
 def test_labels_that_are_broadcast_tell_nothing_of_later_ones():
     x = np.where(np.arange(6) < np.array([6, 2, 1, 3, 2, 1])[:, None], 1 + np.arange(6), 0)
     y = data(6, 6, 1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, optimizers
-from support import MODES, assert_same, build_pair, check, thorough, variables
+from support import MODES, assert_same, build_pair, check, thorough, thorough_for, variables
 
 import macrobatch
 
@@ -172,6 +172,7 @@ def test_train_on_batch():
     assert_same(plain, accumulated)
 
 
+@thorough_for("compiled")
 @pytest.mark.parametrize("mode", ["graph", "compiled"])
 def test_one_trace_per_signature(mode):
     traces = []
@@ -574,6 +575,7 @@ def test_fresh_dropout_masks():
     assert (first != second).any()
 
 
+@thorough_for("compiled", "eager")
 @pytest.mark.parametrize("mode", list(MODES))
 def test_the_global_seed_generator_advances(mode):
     class Noise(layers.Layer):
@@ -618,6 +620,7 @@ def test_scalar_losses_enter_by_share_with_a_warning(mode):
         check(dense, X, Y, loss=scalar, **MODES[mode])
 
 
+@pytest.mark.examples_meet
 @pytest.mark.parametrize("loss", [keras.losses.Dice, keras.losses.Tversky])
 def test_dice_is_the_mean_over_micro_batches_by_share(loss):
     model = keras.Sequential([keras.Input([4]), layers.Dense(2, activation="sigmoid")])
@@ -733,6 +736,7 @@ def test_a_large_table_costs_the_rows_that_are_touched():
 # Callbacks and saving
 
 
+@thorough
 def test_callbacks(tmp_path):
     plain, accumulated = build_pair(dense)
     histories = []
@@ -754,6 +758,7 @@ def test_callbacks(tmp_path):
     assert_same(plain, accumulated)
 
 
+@thorough
 def test_a_training_that_is_interrupted_goes_on_where_it_was(tmp_path):
     class Interrupt(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
@@ -772,6 +777,7 @@ def test_a_training_that_is_interrupted_goes_on_where_it_was(tmp_path):
     assert_same(whole, interrupted)
 
 
+@thorough
 def test_a_saved_model_is_a_plain_model(tmp_path):
     model = compiled(dense())
     fit(model)

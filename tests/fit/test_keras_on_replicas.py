@@ -10,7 +10,7 @@ import pytest
 import support
 import tensorflow as tf
 from keras import layers, optimizers
-from support import assert_same, check, thorough
+from support import assert_same, check, thorough, thorough_for
 from test_accumulator_everywhere import mirrored
 from test_replicas import made_in
 from test_workers import HERE, environment
@@ -73,6 +73,7 @@ def clipped():
     return optimizers.Adam(0.1, global_clipnorm=0.1)
 
 
+@thorough_for("SGD")
 @pytest.mark.parametrize(
     ("optimizer", "micro_batch_size"),
     [pytest.param(optimizers.SGD, 8, marks=thorough), (optimizers.SGD, 1), (clipped, 4)],
@@ -105,6 +106,7 @@ def test_moments_of_all_layers_are_reduced_at_once(strategy):
 # Strategies
 
 
+@thorough_for("one device")
 @pytest.mark.parametrize("name", ["one device", "one replica"])
 def test_strategies_with_one_replica(name, monkeypatch):
     one = {
@@ -117,6 +119,7 @@ def test_strategies_with_one_replica(name, monkeypatch):
     check(mlp, x, y, metrics=lambda: ["mae"], fit=validation)
 
 
+@thorough
 def test_evaluate_and_predict(strategy):
     x, y = data(13)
     build = {"metrics": lambda: ["mae", keras.metrics.R2Score()]}
@@ -179,6 +182,7 @@ def test_a_replica_without_examples_after_batches_of_another_kind(strategy):
     assert_same(plain, ours)
 
 
+@thorough
 def test_a_distributed_dataset(strategy):
     x, y = data(20)
     plain = macrobatch.release(compiled(tf.distribute.get_strategy()))
@@ -192,6 +196,7 @@ def test_a_distributed_dataset(strategy):
     assert_same(plain, ours)
 
 
+@thorough
 def test_averages_of_weights():
     def ema():
         return optimizers.Adam(0.1, use_ema=True, ema_momentum=0.8)
@@ -225,6 +230,7 @@ class Overridden(keras.Model):
         return super().compute_loss(x, y, y_pred, sample_weight, training)
 
 
+@thorough_for("True")
 @pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
 @pytest.mark.parametrize("own", [True, False])
 def test_an_overridden_loss(own):
@@ -396,6 +402,7 @@ def synchronized():
     )
 
 
+@thorough
 @pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
 def test_synchronized_layers_see_a_micro_batch_of_each_replica(strategy):
     x, y = data(16)
@@ -458,6 +465,7 @@ def test_weights_overwritten_by_averages(strategy):
         model.fit(*data(), batch_size=8, verbose=0)
 
 
+@thorough
 def test_parameter_servers():
     command = [sys.executable, os.path.join(HERE, "parameter_servers.py")]
     output = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=environment()).stdout

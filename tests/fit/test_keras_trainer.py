@@ -12,18 +12,15 @@ from support import thorough
 HERE = os.path.dirname(os.path.abspath(__file__))
 TESTS = importlib.util.find_spec("keras.src.trainers.trainer_test")
 # What differs most from the models of our own tests.
-QUICK = (
-    "raggeds or internal_only or partial or loss_weights or metric_update "
-    "or on_batch_methods or nested_inputs or recompile"
-)
+QUICK = "raggeds_model or internal_only or partial or loss_weights or on_batch_methods_eager"
 
 
 @pytest.mark.skipif(TESTS is None, reason="this Keras comes without its tests")
 @pytest.mark.parametrize(
     ("which", "passed"),
     [
-        (QUICK, 15),
-        pytest.param(f"not ({QUICK})", 132, marks=thorough),
+        (QUICK, 5),
+        pytest.param(f"not ({QUICK})", 142, marks=thorough),
     ],
     ids=["quick", "others"],
 )

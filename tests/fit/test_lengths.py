@@ -8,7 +8,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import layers
-from support import MODES, check, thorough
+from support import MODES, check, thorough, thorough_for
 from test_accumulator_everywhere import mirrored
 
 import macrobatch
@@ -102,6 +102,7 @@ def test_masked_tokens(build, cut, mode):
     check(build, x, y, loss=lambda: crossentropy(), **how)
 
 
+@thorough
 @pytest.mark.parametrize(
     ("cut", "mode"),
     [
@@ -193,6 +194,7 @@ def test_a_budget_for_ragged_tokens(features, mode):
     assert trial == [(3, 13)] * 4
 
 
+@thorough
 @pytest.mark.parametrize(
     ("build", "cut"),
     [
@@ -210,6 +212,7 @@ def test_replicas(build, cut, strategy, monkeypatch):
     check(build, x, y, cut=CUTS[cut], loss=lambda: crossentropy(), metrics=metrics, batch_size=9)
 
 
+@thorough
 @pytest.mark.parametrize("cut", ["tokens", pytest.param("size", marks=thorough)])
 def test_labels_without_the_axis(cut):
     x, y, _ = tokens_of()
@@ -281,6 +284,7 @@ class Translator(keras.Model):
         return {"tokens": self.per_token(decoded), "score": self.per_example(encoded)}
 
 
+@thorough
 def test_several_inputs_and_outputs():
     """Sequences of the largest size are cut: in the second batch, where all are short, too."""
     x, y, _ = tokens_of()
@@ -361,6 +365,7 @@ def test_lengths_of_real_numbers():
     check(build, x, x[:, :1, 0], cut={**CUTS["size"], "lengths": lengths})
 
 
+@thorough
 def test_a_model_that_is_not_built_is_built_for_any_length():
     x, y, _ = tokens_of()
 
@@ -521,6 +526,7 @@ def test_any_lengths(lengths, size, padding):
     assert_whole(cut_by_length(table, kernel, batch, **size), table, kernel, batch)
 
 
+@thorough
 def test_a_compiled_loss():
     table, kernel = parameters()
     batch = batch_of(18)
@@ -540,6 +546,7 @@ def test_a_compiled_loss():
         np.testing.assert_allclose(gradient, whole_gradient, atol=1e-10)
 
 
+@thorough_for("graph")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_ragged_and_sparse_parts(mode):
     table, kernel = parameters()
@@ -574,6 +581,7 @@ def test_ragged_and_sparse_parts(mode):
     np.testing.assert_array_equal(lengths, longest_first[::3])
 
 
+@thorough
 def test_value_and_gradients_on_replicas(strategy):
     with strategy.scope():
         table, kernel = parameters()
@@ -738,6 +746,7 @@ def test_dropout_does_not_look_like_padding():
     model.fit(x, y, batch_size=8, epochs=2, verbose=0)
 
 
+@thorough
 def test_noise_cannot_be_compared():
     x, y, _ = tokens_of()
     tokens = keras.Input([None], dtype="int32")
@@ -800,6 +809,7 @@ def test_labels_that_are_made_longer():
         model.fit(dataset, shuffle=False, verbose=0)
 
 
+@thorough
 @pytest.mark.filterwarnings("ignore:It is not known whether examples meet")
 def test_what_is_not_finite_is_no_matter_of_padding():
     x, y, _ = tokens_of()
@@ -842,6 +852,7 @@ class Positional(keras.Model):
         return self.head(self.embedding(x) + self.table)
 
 
+@thorough
 def test_a_model_of_a_class_with_a_fixed_length():
     x, y, _ = tokens_of()
     model = compiled_tagger(model=Positional())
@@ -906,6 +917,7 @@ def test_a_loss_fn_with_a_fixed_length():
         run(batch_of(18)["tokens"])
 
 
+@thorough
 def test_layers_that_xla_cannot_compile_for_any_length():
     tokens = keras.Input([None], dtype="int32")
     x = layers.GRU(2, return_sequences=True)(

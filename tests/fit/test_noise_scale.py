@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from support import MODES, thorough
+from support import MODES, thorough, thorough_for
 from test_accumulator_everywhere import mirrored
 
 import macrobatch
@@ -68,6 +68,7 @@ def expected(model, cuts):
     return [math.sqrt(whole @ whole), noise, whole @ whole - noise / sizes.sum()]
 
 
+@thorough_for("compiled")
 @pytest.mark.parametrize(
     "mode", [*MODES, "replicas", pytest.param("eager replicas", marks=thorough)]
 )
@@ -132,6 +133,7 @@ def test_a_noise_scale_that_is_known():
     np.testing.assert_allclose(logs["noise_scale"], expected_ratio, rtol=0.02)
 
 
+@thorough_for("graph")
 @pytest.mark.parametrize(
     "mode", ["graph", *(pytest.param(mode, marks=thorough) for mode in ("compiled", "replicas"))]
 )
@@ -154,6 +156,7 @@ def test_training_stays_as_it_was(mode):
     assert np.isfinite(scales[1][1]).all()
 
 
+@thorough
 def test_steps_per_execution_and_tensorboard(tmp_path):
     found = []
     for steps in (1, 2):

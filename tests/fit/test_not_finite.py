@@ -10,7 +10,7 @@ import pytest
 import support
 import tensorflow as tf
 from keras import layers, ops
-from support import MODES, assert_ended, assert_same_history, ended, thorough
+from support import MODES, assert_ended, assert_same_history, ended, thorough, thorough_for
 from test_accumulator_everywhere import mirrored
 
 import macrobatch
@@ -106,6 +106,7 @@ def adam():
 # Skipped
 
 
+@thorough
 def test_sizes_that_are_found(quiet):
     """Each run of a batch, or of a part of it, may be run again in smaller micro-batches."""
     cut = {"micro_batch_size": "auto", "nonfinite": "skip"}
@@ -113,6 +114,7 @@ def test_sizes_that_are_found(quiet):
     assert settings_of(model)["nonfinite"] == "skip"
 
 
+@thorough_for("compiled")
 @each_mode
 def test_the_update_of_the_other_examples(mode, quiet):
     clean, bad, epochs = (X, Y, WEIGHTS[:, 0]), BAD, 2
@@ -152,6 +154,7 @@ def tagger():
     return keras.Model(tokens, layers.Dense(2)(layers.Embedding(9, 3, mask_zero=True)(tokens)))
 
 
+@thorough_for("{'micro_batch_size': 3}")
 @pytest.mark.parametrize(
     "cut",
     [{"micro_batch_size": 3}, pytest.param({"micro_batch_tokens": 12}, marks=thorough)],
@@ -189,6 +192,7 @@ def test_losses_of_the_whole_batch(mode, quiet):
     check(mlp, (with_bad(X), Y), (X, Y), cut=cut, loss=pairs, metrics=["mae"], mode=mode)
 
 
+@thorough_for("graph")
 @in_graphs
 def test_layers_that_draw_and_normalise(mode, quiet):
     """The step is that of a smaller batch: seeds, draws and statistics."""
@@ -207,6 +211,7 @@ def test_layers_that_draw_and_normalise(mode, quiet):
     assert_ended(ended(other), model)
 
 
+@thorough
 @pytest.mark.parametrize("mode", ["graph", pytest.param("eager", marks=thorough)])
 def test_replicas(mode, quiet, monkeypatch):
     """Both have bad examples, or one, or there are no others."""

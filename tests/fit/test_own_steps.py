@@ -436,6 +436,7 @@ def tf_random(self, data):
     return {"loss": update(self, (data[0] + noise, data[1]))}
 
 
+@pytest.mark.examples_meet
 def test_what_tf_random_draws_is_warned_of():
     model = step_of(tf_random)
     model.compile(step_cases.adam(), **MODES["eager"])
@@ -496,6 +497,7 @@ def summed_with_dropout(self, data):
     return {"loss": loss}
 
 
+@pytest.mark.examples_meet
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -519,6 +521,7 @@ def test_losses_that_are_no_means_over_examples_are_warned_of(function, message)
         model.fit(tf.data.Dataset.from_tensor_slices(data).batch(20), shuffle=False, verbose=0)
 
 
+@pytest.mark.examples_meet
 @pytest.mark.parametrize(
     ("value", "names"),
     [
@@ -590,6 +593,7 @@ def test_an_own_test_step_that_remembers_examples_stays_whole():
     assert model.evaluate(step_cases.X, batch_size=45, verbose=0) == step_cases.X.max()
 
 
+@thorough
 def test_ways_to_train():
     """`train_on_batch`, several steps at a time, a step of the instance, and `release`."""
     x, y = CASES["guide"][1]

@@ -527,6 +527,7 @@ class OwnStep(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.examples_meet
 def test_a_train_step_of_the_users_own():
     model = OwnStep()
     model.compile("sgd")

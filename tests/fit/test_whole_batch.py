@@ -12,7 +12,7 @@ import pytest
 import support
 import tensorflow as tf
 from keras import layers, ops
-from support import MODES, assert_ended, assert_same_history, ended, thorough
+from support import MODES, assert_ended, assert_same_history, ended, thorough, thorough_for
 from test_accumulator_everywhere import mirrored
 
 import macrobatch
@@ -355,6 +355,7 @@ def test_plain_accumulation_names_the_way_out(build, loss):
     assert any("whole_batch_loss=True" in message for message in messages)
 
 
+@thorough
 def test_a_scalar_that_a_layer_adds_is_still_that_of_micro_batches():
     class Scalar(layers.Layer):
         def call(self, inputs):
@@ -456,6 +457,7 @@ def test_evaluate_sees_the_whole_batch(mode):
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
+@pytest.mark.examples_meet
 def test_memory_is_that_of_micro_batches():
     seen = []
 
@@ -499,6 +501,7 @@ def tags_and_vector():
 SIZE, TOKENS_OF_MICRO_BATCH = {"micro_batch_size": 3}, {"micro_batch_tokens": 12}
 
 
+@thorough_for("tags and vector")
 @pytest.mark.parametrize(
     ("outputs", "cut", "mode"),
     [
@@ -524,6 +527,7 @@ def test_sequences_by_length(outputs, cut, mode):
     assert_same_history(history, other)
 
 
+@thorough
 def test_padding_that_counts_is_refused():
     model = keras.Sequential(
         [keras.Input([None], dtype="int32"), layers.Embedding(9, 3), layers.GlobalMaxPooling1D()]

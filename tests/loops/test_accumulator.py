@@ -16,6 +16,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import thorough
 from test_accumulator_everywhere import mirrored
 
 from macrobatch import GradientAccumulator, _internals
@@ -349,6 +350,7 @@ def run(program, *arguments):
     return result.stdout
 
 
+@thorough
 def test_rows_of_a_large_table_stay_rows():
     """A window over 1,000,000 x 64, of which a dense copy is 244 MiB, holds what it touches."""
     added = run(
@@ -417,6 +419,7 @@ CONTINUED = """
 """
 
 
+@thorough
 def test_a_window_goes_on_in_another_process_bit_for_bit(tmp_path):
     saved = run(CONTINUED, "save", tmp_path / "window")
     continued = run(CONTINUED, "continue", tmp_path / "window-1")

@@ -4,6 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from support import thorough
 from test_accumulator_everywhere import mirrored
 
 import macrobatch
@@ -125,6 +126,7 @@ def test_in_replicas():
     pytest.fail("did not fit")
 
 
+@thorough
 def test_the_size_of_a_graph_on_a_cpu_is_found_outside_of_it(monkeypatch):
     monkeypatch.setattr(limit, "running_out_is_an_error", lambda on_gpu: False)
     room = Room(10**9)

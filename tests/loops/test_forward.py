@@ -7,7 +7,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import layers
-from support import thorough
+from support import thorough, thorough_for
 from test_accumulator_everywhere import mirrored
 from test_replicas import made_in, on_replicas
 
@@ -92,6 +92,7 @@ def assert_same(expected, found):
             np.testing.assert_allclose(*dense, rtol=1e-10, atol=1e-13)
 
 
+@thorough_for("compiled")
 @pytest.mark.parametrize("mode", MODES)
 def test_as_one_tape(mode):
     clip, batch = Clip(), data(11)

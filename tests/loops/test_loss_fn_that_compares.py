@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from support import thorough_for
 from test_accumulator_everywhere import mirrored
 
 from macrobatch import ExactnessWarning, value_and_gradients
@@ -77,6 +78,7 @@ def test_a_loss_of_the_whole_batch_may_compare_and_forward_may_not(mode):
         assert len(said) == len(starts)
 
 
+@thorough_for("compiled")
 @pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
 def test_what_is_by_example_is_silent(mode):
     model = model_of(layers.Dropout(0.5), layers.GaussianNoise(0.1), layers.LayerNormalization())

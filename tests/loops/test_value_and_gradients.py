@@ -7,6 +7,7 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import layers
+from support import thorough_for
 
 import macrobatch
 from macrobatch import value_and_gradients
@@ -151,6 +152,7 @@ def test_a_micro_batch_without_any_weight_does_not_count(start, mode):
     check_form("scalar and weight", mode, 3, (x, y, weights * there))
 
 
+@thorough_for("compiled")
 @pytest.mark.parametrize(
     ("mode", "optimizer"),
     [("eager", "SGD"), ("eager", "Adam"), ("graph", "Adam"), ("compiled", "Adam")],
@@ -296,6 +298,7 @@ def normalized_model(dropout=0.5):
     )
 
 
+@thorough_for("compiled")
 @pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
 @pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
 def test_seeds_and_moving_statistics_are_those_of_fit(mode):
@@ -510,6 +513,7 @@ def test_modules():
     assert_close((loss, gradient), (expected, tape.gradient(expected, model.kernel)))
 
 
+@thorough_for("compiled")
 @pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
 def test_tf_keras(mode):
     tf_keras = pytest.importorskip("tf_keras")

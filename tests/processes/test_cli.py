@@ -14,6 +14,7 @@ import time
 from subprocess import PIPE
 
 import pytest
+from support import thorough
 
 import macrobatch
 
@@ -505,6 +506,7 @@ def test_the_launcher_does_not_load_tensorflow():
     assert result.stdout == b"[]\n"
 
 
+@thorough
 def test_workers_and_their_devices_are_replicas_of_one_strategy(script):
     script(
         """

@@ -7,6 +7,7 @@ import subprocess
 import sys
 
 import pytest
+from support import thorough
 
 from macrobatch import cli
 from macrobatch._plan import command, live, search
@@ -84,6 +85,7 @@ def test_the_help_has_an_example(capsys):
     assert "Exit code 0: found; 1: nothing fits; 2: could not tell." in output
 
 
+@thorough
 def test_json_and_a_picture_in_a_process_of_its_own(script, tmp_path):
     """Keras is not there before the function's module imports it."""
     script("def made():\n    return model_with(), x[:2], y[:2]", "functions_to_plan.py")

@@ -7,6 +7,7 @@ import sys
 
 import keras
 import pytest
+from support import thorough
 
 from macrobatch import cli
 
@@ -106,6 +107,7 @@ def test_the_help_has_an_example(capsys):
     assert "Exit code 0: exact; 1: not exact; 2: could not tell." in output
 
 
+@thorough
 def test_the_command_in_a_process_of_its_own(script):
     """Keras is not there before the script imports it, and sees what the script has set."""
     script("""

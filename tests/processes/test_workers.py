@@ -9,6 +9,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from support import thorough
 from worker_cases import CASES, RECORDS, WORKERS
 
 import macrobatch
@@ -151,6 +152,7 @@ DAMAGES = {
 }
 
 
+@thorough
 @pytest.mark.parametrize(
     "damage",
     ["a wrong bit", *(pytest.param(d, marks=pytest.mark.thorough) for d in list(DAMAGES)[:2])],

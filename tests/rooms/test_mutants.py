@@ -34,3 +34,13 @@ def test_a_mutant_can_be_applied(mutant):
     assert (SOURCE / mutant.file).read_text().count(mutant.old) == 1
     for test in mutant.tests:
         assert (HERE / test.partition("::")[0]).exists()
+
+
+def test_the_default_selection_has_the_tests_of_all_mutants(request):
+    config = request.config
+    if config.args != config.getini("testpaths") or config.option.keyword:
+        pytest.skip("only a part of the tests was chosen")
+    ids = {item.nodeid for item in request.session.items}
+    chosen = {full.partition(mark)[0] for full in ids for mark in ("[", "::", "\0")}
+    named = {f"tests/{test}" for mutant in all_mutants() for test in mutant.tests}
+    assert not named - chosen
