@@ -7,7 +7,7 @@
 # make test-oldest     the tests with the oldest supported TensorFlow and Keras (.ci/oldest.txt)
 # make test-backends   the equivalence cases, and more, with Keras on JAX and on torch, without TensorFlow (.ci/backends.txt)
 # make test-tf1        GradientAccumulator's tests with TensorFlow 1.14 (.ci/tf1.txt), from the built wheel; needs Python 3.7
-# make bench           the first step, and the time and memory of an update, against their targets (about an hour)
+# make bench           the first step, and the time and memory of an update, against their targets, on each backend (over an hour)
 # make bench-peers     the same with gradient-accumulator and PyTorch, in environments of their own (ten minutes more)
 # make bench-replicas  the cost of exchanging gradients between two workers, and a model of it (about ten minutes)
 # make pictures        the pictures of README and docs, from the results of make bench
@@ -111,10 +111,10 @@ pytest-tf1: .venv-tf1/installed
 	.venv-tf1/bin/python -W ignore -m pytest -q -c /dev/null --rootdir . --noconftest -p no:cacheprovider tests/loops/test_accumulator_everywhere.py
 
 # matplotlib comes with the demo.
-bench: .venv/demo-installed
+bench: .venv/demo-installed .venv-jax/test-installed .venv-torch/test-installed
 	.venv/bin/python benchmarks/bench.py
 
-bench-peers: .venv/demo-installed
+bench-peers: .venv/demo-installed .venv-jax/test-installed .venv-torch/test-installed
 	.venv/bin/python benchmarks/environments.py
 	.venv/bin/python benchmarks/bench.py --peers
 
@@ -187,5 +187,5 @@ test-install: .venv/dev-installed
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-docs .venv-jax .venv-oldest .venv-tf1 .venv-peers .venv-peers-torch .venv-torch .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo.png contrastive.png retrieval.png
+	rm -rf .venv .venv-docs .venv-jax .venv-oldest .venv-tf1 .venv-peers .venv-peers-jax .venv-peers-torch .venv-torch .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo.png contrastive.png retrieval.png
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -199,7 +199,7 @@ def measured(section, rounds, peers):
     contenders = {
         name: contender
         for name, contender in section.contenders.items()
-        if peers or contender.environment == "own"
+        if peers or contender.environment.startswith("own")
     }
     results = {name: {"label": contender.label} for name, contender in contenders.items()}
     if section.kind == "memory":

@@ -31,7 +31,13 @@ TORCH = Environment(
     ".venv-peers-torch",
     "PyTorch",
     ["3.11", "3.12", "3.13", "3.10"],
-    [["torch==2.13.0", "accelerate", "numpy"]],
+    [["torch==2.13.0", "accelerate", "numpy", "keras"]],
+)
+OPTAX = Environment(
+    ".venv-peers-jax",
+    "optax",
+    ["3.11", "3.12", "3.13", "3.10"],
+    [["jax==0.10.2", "optax", "numpy", "keras"]],
 )
 
 
@@ -72,5 +78,5 @@ def python_of(environment):
 
 
 if __name__ == "__main__":
-    for environment in (PEERS, TORCH):
+    for environment in (PEERS, TORCH, OPTAX):
         python_of(environment)

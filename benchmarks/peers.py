@@ -23,12 +23,19 @@ from pathlib import Path
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import environments
-import numpy as np
 import tensorflow as tf
+from peer_models import (
+    BATCH,
+    EPOCHS,
+    MICRO_BATCH,
+    MOMENTUM,
+    RATE,
+    distance,
+    padded_tokens,
+    regression,
+)
 
 keras = tf.keras  # Keras 2 in the older environment, Keras 3 in the newer
-
-BATCH, MICRO_BATCH, EPOCHS = 32, 8, 3
 
 CONTENDERS = {
     "plain": "plain Keras, whole batch",
@@ -37,34 +44,23 @@ CONTENDERS = {
     "ga-model": "gradient-accumulator 0.5.2, model",
     "ga-optimizer": "gradient-accumulator 0.5.2, optimizer",
 }
+# Of each: the Python that runs it, the backend of Keras and the way in backend_peers.py.
+BACKENDS = {
+    "keras-jax": ("Keras `gradient_accumulation_steps`, JAX", ".venv-jax", "jax", "keras"),
+    "macrobatch-jax": ("macrobatch, JAX", ".venv-jax", "jax", "macrobatch"),
+    "optax": ("`optax.MultiSteps`, JAX", environments.OPTAX, "jax", "optax"),
+    "keras-torch": ("Keras `gradient_accumulation_steps`, torch", ".venv-torch", "torch", "keras"),
+    "macrobatch-torch": ("macrobatch, torch", ".venv-torch", "torch", "macrobatch"),
+    "accelerate": ("HF Accelerate, torch", environments.TORCH, "torch", "accelerate"),
+}
+CONTENDERS.update({name: each[0] for name, each in BACKENDS.items()})
 WHOLE_BATCHES = ("plain", "macrobatch")  # the others are fed micro-batches
 
 
 # In the contender's process
 
 
-def regression(n):
-    random = np.random.default_rng(1)
-    x = random.normal(size=(n, 6))
-    y = np.tanh(x @ random.normal(size=(6, 2))) + 0.1 * random.normal(size=(n, 2))
-    inputs = keras.Input((6,))
-    hidden = keras.layers.Dense(8, activation="tanh")(inputs)
-    return inputs, keras.layers.Dense(2)(hidden), "mse", x, y
-
-
-def padded_tokens(n):
-    """Tokens to predict one by one in sequences of 1 to 12; the rest is padding, and masked."""
-    random = np.random.default_rng(1)
-    real = np.arange(12) < random.integers(1, 13, (n, 1))
-    x = random.integers(1, 20, (n, 12)) * real
-    inputs = keras.Input((12,), dtype="int32")
-    embedded = keras.layers.Embedding(20, 6, mask_zero=True)(inputs)
-    hidden = keras.layers.LSTM(8, return_sequences=True)(embedded)
-    outputs = keras.layers.Dense(5, activation="softmax")(hidden)
-    return inputs, outputs, "sparse_categorical_crossentropy", x, x % 5
-
-
-def sgd(contender, steps, rate=0.1, momentum=0.9):
+def sgd(contender, steps, rate=RATE, momentum=MOMENTUM):
     """The optimizer, which averages over `steps` micro-batches if that is its part."""
     if contender == "keras":
         return keras.optimizers.SGD(rate, momentum, gradient_accumulation_steps=steps)
@@ -109,11 +105,7 @@ def train(contender, data, n, epochs=EPOCHS, replicas=1, **optimizer_options):
 
 def error(contender, data, n, **options):
     """Distance from the reference over the distance that it moved."""
-
-    def distance(some, others):
-        return float(np.sqrt(sum(((a - b) ** 2).sum() for a, b in zip(some, others))))
-
-    momentum = options.get("momentum", 0.9)
+    momentum = options.get("momentum", MOMENTUM)
     before, expected = train("plain", data, n, momentum=momentum)
     start, found = train(contender, data, n, **options)
     assert distance(before, start) == 0, "both must start from the same weights"
@@ -170,11 +162,30 @@ def measure(contender):
 # In the main process
 
 
+def python_of(contender):
+    """The Python that runs a contender, or None where there is no environment for it."""
+    if contender.startswith("ga-"):
+        return environments.python_of(environments.PEERS)
+    if contender not in BACKENDS:
+        return sys.executable
+    environment = BACKENDS[contender][1]
+    if not isinstance(environment, str):
+        return environments.python_of(environment)
+    python = environments.ROOT / environment / "bin" / "python"
+    if python.exists():
+        return python
+    print(f"No {environment}, which make test-backends makes: {contender} is left out.")
+    return None
+
+
 def run(contender, python):
     """The contender's column, from a process of its own."""
-    command = [python, __file__, "--measure", contender]
+    command, variables = [python, __file__, "--measure", contender], dict(os.environ)
+    if contender in BACKENDS:
+        _, _, variables["KERAS_BACKEND"], way = BACKENDS[contender]
+        command = [python, Path(__file__).with_name("backend_peers.py"), way]
     column = {}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=variables) as process:
         for line in process.stdout:
             row, value = json.loads(line)
             column[row] = value
@@ -193,7 +204,7 @@ def print_table(columns):
     print("\n| |", " | ".join(CONTENDERS[contender] for contender in columns), "|")
     print("|---" * (len(columns) + 1) + "|")
     for row in ROWS:
-        cells = [shown(column.get(row, "no result")) for column in columns.values()]
+        cells = [shown(column.get(row, "not measured")) for column in columns.values()]
         print(f"| {row} |", " | ".join(cells), "|")
 
 
@@ -208,8 +219,7 @@ def main():
         return
     columns = {}
     for contender in options.only or CONTENDERS:
-        is_peer = contender.startswith("ga-")
-        python = environments.python_of(environments.PEERS) if is_peer else sys.executable
+        python = python_of(contender)
         if python:
             columns[contender] = run(contender, python)
     print_table(columns)

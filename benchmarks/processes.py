@@ -11,6 +11,8 @@ from pathlib import Path
 import environments
 
 CONTENDER = Path(__file__).with_name("contender.py")
+OWN = "own, "
+BACKENDS = {f"{OWN}{backend}" for backend in ("jax", "torch")}  # Keras without TensorFlow
 PATIENCE = 900  # seconds for an answer: XLA may take minutes to compile
 
 
@@ -71,9 +73,19 @@ class Process:
 
 
 def python_for(environment):
-    made = {"peers": environments.PEERS, "torch": environments.TORCH}
+    made = {
+        "peers": environments.PEERS,
+        "torch": environments.TORCH,
+        "peers of jax": environments.OPTAX,
+        "peers of torch": environments.TORCH,
+    }
     if environment == "own":
         return sys.executable
+    if environment in BACKENDS:
+        python = environments.ROOT / f".venv-{environment[len(OWN) :]}" / "bin" / "python"
+        if not python.exists():
+            raise Failed(f"{python.parents[1].name} is missing: make test-backends makes it")
+        return python
     python = environments.python_of(made[environment])
     if python is None:
         raise Failed(f"{made[environment].folder} could not be made")
@@ -85,6 +97,8 @@ def quiet_environment(environment):
     variables = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "2", "CUDA_VISIBLE_DEVICES": ""}
     # PyTorch keeps OpenMP's own way to wait. Threads that sleep at once are steadier on a busy
     # machine, but its fastest steps took half as long again; and between turns they sleep anyway.
-    if environment != "own":
+    if not environment.startswith("own"):
         variables.pop("PYTHONPATH", None)
+    if environment in BACKENDS or environment.startswith("peers of"):
+        variables["KERAS_BACKEND"] = environment.split()[-1]
     return variables

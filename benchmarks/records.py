@@ -9,7 +9,7 @@ class Contender(NamedTuple):
     label: str
     way: str
     options: Dict[str, Any]
-    environment: str = "own"  # or "peers" or "torch"
+    environment: str = "own"  # or "own, jax", "own, torch"; of peers, see processes.python_for
     steps: Optional[int] = None  # timed in a turn, if others than those of the section
     library: str = "keras_contenders"  # the file that makes its training
 

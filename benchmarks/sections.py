@@ -1,6 +1,7 @@
 """What is measured against what: the sections of the benchmark, their contenders and targets."""
 
 import auto_sizes
+import backends
 import first_step
 import measures
 from records import Contender, Section, Target, peak_target, time_target
@@ -336,5 +337,6 @@ def all_sections():
         linear(),
         first_step.section(),
         *auto_sizes.sections(),
+        *backends.sections(),
     ]
     return {section.name: section for section in sections}

@@ -6,7 +6,7 @@ from keras import ops, tree
 
 from macrobatch._batches import checks
 from macrobatch._batches.sequences import larger, smaller
-from macrobatch._types import Batch, BatchEngine, MicroBatches, Run, Size
+from macrobatch._types import Batch, BatchEngine, MicroBatches, Run, Size, mapped
 
 
 def checked(batch: Batch, engine: BatchEngine, may_be_empty: bool = False) -> Tuple[Batch, Size]:
@@ -62,7 +62,7 @@ class InOrder(MicroBatches):
 
     def rows(self, nest: Any, run: Run, index: Size) -> Any:
         start = run.start + index * run.size
-        return tree.map_structure(
+        return mapped(
             lambda leaf: (
                 None if leaf is None else self._engine.slice_of(leaf, start, run.size, run.static)
             ),

@@ -7,9 +7,10 @@ import keras
 
 from macrobatch import _checks, _internals
 from macrobatch._batches.cut import Cut
-from macrobatch._jax import checks, devices
+from macrobatch._jax import checks, devices, turns
 from macrobatch._jax.engine import ENGINE
 from macrobatch._jax.meeting import Meeting
+from macrobatch._jax.state import State
 from macrobatch._jax.steps import Steps, batch_of
 from macrobatch._jax.whole_batch import WholeBatchSteps
 from macrobatch._keras import model_checks
@@ -109,7 +110,7 @@ class Accumulation:
     def make_test_function(self, force: bool = False) -> None:
         """As Keras'."""
         if self.model.test_function is None or force:
-            step = jax.jit(self.test_step) if self._is_compiled() else self.test_step
+            step = self._compiled_test_step() if self._is_compiled() else self.test_step
             step = self._keeping_state(step, TESTING)
             self.model.test_function = _internals.step_by_step(self.model, step)
 
@@ -122,15 +123,25 @@ class Accumulation:
         Gradients are computed first. The update then writes into the memory of the weights, so that
         there is one copy of them and of the optimizer's variables, as in Keras' own step.
         """
-        found_of = jax.jit(self.steps.found)
+        found_of = turns.compiled(self.steps, training=True)
         updated = jax.jit(self.steps.updated, donate_argnums=(0, 1))
 
         def train_step(state: Any, data: Any) -> Any:
             # JAX computes while Python goes on, and raises later.
-            found = jax.block_until_ready(found_of(state, data))
+            found = jax.block_until_ready(found_of(State(*state), data))
             return found.logs, tuple(updated(state[0], state[2], found))
 
         return train_step
+
+    def _compiled_test_step(self) -> Callable[..., Any]:
+        found_of = turns.compiled(self.steps, training=False)
+
+        def test_step(state: Any, data: Any) -> Any:
+            trained, others, metrics = state
+            found = found_of(State(trained, others, [], metrics), data)
+            return found.logs, (trained, found.others, found.metrics)
+
+        return test_step
 
     def _keeping_state(self, step: Callable[..., Any], names: List[str]) -> Callable[..., Any]:
         """A step after whose failure the variables have the values from before it.
@@ -155,9 +166,10 @@ class Accumulation:
             if self._looks:
                 self._looks = False
                 self._warn_of_one_micro_batch(data)
-            self.meeting.state = result[1]
-            self.meeting.try_once(batch_of(data), self.micro_batch_weight)
-            self.meeting.state = None
+            if self.meeting.is_due:
+                self.meeting.state = result[1]
+                self.meeting.try_once(batch_of(data), self.micro_batch_weight)
+                self.meeting.state = None
             return result
 
         return looking

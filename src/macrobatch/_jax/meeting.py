@@ -1,13 +1,17 @@
 """The trial of fit() whether examples meet, on JAX."""
 
-from typing import Any
+from typing import Any, Dict, List, Tuple
+
+import jax
+from jax import numpy as jnp
 
 from macrobatch._batches.cut import Cut
 from macrobatch._jax.engine import ENGINE
 from macrobatch._jax.state import State, StateScope
-from macrobatch._keras import comparison, meeting
+from macrobatch._keras import batch_norm, comparison, meeting
 from macrobatch._keras.first_batch import FirstBatch
 from macrobatch._keras.tried import Tried
+from macrobatch._types import Batch, Tensor
 
 
 class Meeting(FirstBatch):
@@ -18,5 +22,39 @@ class Meeting(FirstBatch):
         self.state: Any = None
 
     def verdict(self, tried: Tried, groups: comparison.Groups, is_coarse: bool) -> meeting.Verdict:
+        if self._model.jit_compile and not self._model.run_eagerly:
+            passes = self._compiled(tried, groups)
+            compare = comparison.Comparison(groups, is_coarse)
+            if not compare.meeting(passes):
+                return meeting.Verdict(unknown=compare.not_finite(passes))
+        # Which layer it is, is seen at once only. JAX compiles each operation then, for itself.
         with StateScope(self._model, State(*self.state)):
             return super().verdict(tried, groups, is_coarse)
+
+    def _compiled(self, tried: Tried, groups: comparison.Groups) -> List[comparison.Found]:
+        """What comes of the groups, from one function that is compiled.
+
+        BatchNormalization normalises by the moments of the first run in all of them.
+        """
+        layers: List[Any] = []
+
+        def run(
+            micro_batch: Batch, state: Tuple[Any, ...], moments: List[Any], is_first: Tensor
+        ) -> Tuple[comparison.Found, List[Any]]:
+            known: Dict[Any, List[Any]] = dict(zip(layers, map(list, moments)))
+            with StateScope(self._model, State(*state)), batch_norm.frozen_at(known, is_first):
+                found = tried.found(micro_batch)
+            layers[:] = known
+            return found, list(known.values())
+
+        # A state has memory of the optimizer too, which is of no use here.
+        state = (self.state[0], self.state[1], [], self.state[3])
+        first, moments = groups.micro_batches[0], []
+        if tried.has_moments():
+            like = jax.eval_shape(run, first, state, [], jnp.ones([], bool))[1]
+            moments = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+        compiled, passes = jax.jit(run), []
+        for index, micro_batch in enumerate(groups.micro_batches):
+            found, moments = compiled(micro_batch, state, moments, jnp.asarray(index == 0))
+            passes.append(found)
+        return passes

@@ -26,6 +26,8 @@ from macrobatch._types import Batch, Forward, MicroBatches, Part, Run, Size, Ten
 class WholeBatchSteps(Steps):
     """The steps of one model, in two passes."""
 
+    takes_turns = False
+
     def _found(self, state: State, batch: Batch, examples: int, training: bool) -> Found:
         micro_batches = self.cut.apply(batch, examples, ENGINE)
         compiled, weights = any_is_traced((batch, state)), state.trained if training else []
@@ -80,7 +82,7 @@ class WholeBatchSteps(Steps):
         run_first = jax.eval_shape if compiled else (lambda call, *args: call(*args))
         values, first = model.values(), micro_batches.get(micro_batches.runs[0], 0)
         like = run_first(forward, first, values)
-        self._warn(model, like)
+        self.warn(model, like)
         return loop.run(forward, micro_batches, model.values(), compiled)
 
     def _second_pass(

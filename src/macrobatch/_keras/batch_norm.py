@@ -76,11 +76,14 @@ def _moments(plain: Any, layer: Any, inputs: Tensor, mask: Any) -> Any:
     seen = getattr(_local, "frozen", None)
     if seen is None:
         return plain(layer, inputs, mask)
-    first, places = seen
+    first, places, is_first = seen
     place = places.get(layer, 0)
     places[layer] = place + 1
     if place == len(first.setdefault(layer, [])):
         first[layer].append(plain(layer, inputs, mask))
+    elif is_first is not None:
+        pairs = zip(plain(layer, inputs, mask), first[layer][place])
+        first[layer][place] = tuple(ops.where(is_first, *pair) for pair in pairs)
     return first[layer][place]
 
 
@@ -95,12 +98,28 @@ def frozen() -> Iterator[Callable[[], None]]:
     before = getattr(_local, "frozen", None)
 
     def next_run() -> None:
-        _local.frozen = first, {}
+        _local.frozen = first, {}, None
 
     next_run()
     try:
         with _internals.with_moments(_moments):
             yield next_run
+    finally:
+        _local.frozen = before
+
+
+@contextlib.contextmanager
+def frozen_at(moments: Dict[Any, List[Any]], is_first: Any) -> Iterator[None]:
+    """Lets layers that this thread calls normalise by given moments, in a run that is compiled.
+
+    Args:
+        moments: for each layer, those of its calls in the first run. Added to where there are none.
+        is_first: whether this is the first run, which has its own. They replace those given.
+    """
+    before = getattr(_local, "frozen", None)
+    _local.frozen = moments, {}, is_first
+    try:
+        yield
     finally:
         _local.frozen = before
 

@@ -38,9 +38,14 @@ class FirstBatch:
         """Lets a trial be made with the next batch."""
         self._is_done = False
 
+    @property
+    def is_due(self) -> bool:
+        """Whether a trial is to be made with the next batch that is cut."""
+        return self.is_wanted and not self._is_done
+
     def try_once(self, batch: Batch, weight: Optional[Callable[..., Any]]) -> None:
         """Makes the trial, if the batch is cut at all."""
-        if not self.is_wanted or self._is_done:
+        if not self.is_due:
             return
         examples = self._engine.examples(batch)
         if examples == 1 or (self._cut.size is not None and examples <= self._cut.size):

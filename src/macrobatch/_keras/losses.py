@@ -253,8 +253,10 @@ class _Tracker:
         self.updated = True
 
 
-def share_of(own: Size, whole: Size, dtype: Any) -> Tensor:
+def share_of(own: Size, whole: Size, dtype: Any) -> Any:
     """own / whole, or 0 where the whole is 0: then there is nothing to learn from."""
+    if isinstance(own, int) and isinstance(whole, int):  # A number takes no time.
+        return own / whole if whole else 0.0
     return ops.divide_no_nan(ops.cast(own, dtype), ops.cast(whole, dtype))
 
 

@@ -31,7 +31,7 @@ class Outcome(NamedTuple):
         written: for each value that went in, the value after the micro-batch; None if it did not
             change.
         moments: of the inputs of BatchNormalization layers.
-        logs: what compute_metrics returned.
+        logs: what compute_metrics returned, if the model brings its own.
         is_there: whether the micro-batch counts, where all of its loss has a weight of the user's
             that may be 0: then gradients may be 0 / 0. None elsewhere.
     """
@@ -52,6 +52,7 @@ class ModelStep:
         trained: the variables to be trained.
         written: the other variables, and what is known of how they are written.
         terms: the terms of the loss in the latest run, and its counts.
+        brings_logs: whether the model brings its own compute_metrics.
     """
 
     def __init__(
@@ -81,8 +82,8 @@ class ModelStep:
         self._scalars: Set[str] = set()
         # An own compute_metrics may ask for the loss. Then each run needs the reported values of
         # the micro-batches before.
-        self._reports = overrides(model, "compute_metrics")
-        if self._reports:
+        self.brings_logs = overrides(model, "compute_metrics")
+        if self.brings_logs:
             self.written.passing = [v for m in report.trackers_of(model) for v in m.variables]
         self.reaches_loss = False  # whether a mask or sample weights do
 
@@ -90,12 +91,12 @@ class ModelStep:
         """What goes into the first run: nothing reported yet, and the values of all variables that
         are not trained.
         """
-        size = len(self.terms) + len(self.counts) if self._reports else 0
+        size = len(self.terms) + len(self.counts) if self.brings_logs else 0
         return [ops.zeros([size], keras.config.floatx()), *self.written.values()]
 
     def fits(self, values: List[Tensor]) -> bool:
         """Whether a run has found nothing more that must go into it."""
-        size = len(self.terms) + len(self.counts) if self._reports else 0
+        size = len(self.terms) + len(self.counts) if self.brings_logs else 0
         return len(values) == 1 + len(self.written.variables) and values[0].shape[0] == size
 
     def suits(self, other: "ModelStep") -> bool:
@@ -143,7 +144,7 @@ class ModelStep:
             reported=[ops.stop_gradient(term.reported) for term in self.terms],
             written=[reported[-1], *result.written],
             moments=result.moments,
-            logs=tree.map_structure(ops.convert_to_tensor, result.value),
+            logs=tree.map_structure(ops.convert_to_tensor, result.value) if result.value else {},
             is_there=self._is_there(),
         )
 
@@ -153,11 +154,17 @@ class ModelStep:
     def _metrics(self, micro_batch: Batch, y_pred: Any) -> Logs:
         x, y, sample_weight = micro_batch
         with sequences.over_whole_sequences(self._uncut(micro_batch)):
-            return self.model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+            if self.brings_logs:
+                return self.model.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+            # As Keras' own, but for the results, of which there will be others.
+            compiled = _internals.compiled_metrics(self.model)
+            if compiled is not None:
+                compiled.update_state(y, y_pred, sample_weight)
+            return {}
 
     def _report(self, so_far: Tensor, whole: Whole) -> Optional[Tensor]:
         """Tells Keras the losses so far, if anybody asks. At the batch's end they are right."""
-        if not self._reports:
+        if not self.brings_logs:
             return None
         dtype = keras.config.floatx()
         own = [*(term.reported for term in self.terms), *(count.own for count in self.counts)]
@@ -212,10 +219,12 @@ class ModelStep:
     def _trained_parts(self, whole: Whole) -> List[Tensor]:
         """What to take gradients of."""
         dtype = keras.config.floatx()
-        parts = [ops.zeros([], dtype) for _ in range(1 + len(self.counts))]
+        parts = [ops.zeros([], dtype)] * (1 + len(self.counts))
         for term in self.terms:
             place = 0 if term.counted is None else 1 + term.counted
-            parts[place] = parts[place] + ops.cast(term.numerator * term.weight, dtype)
+            is_plain = isinstance(term.weight, float) and term.weight == 1.0
+            own = term.numerator if is_plain else term.numerator * term.weight
+            parts[place] = parts[place] + ops.cast(own, dtype)
         if whole.counts is None:
             return [parts[0], *(part / guess for part, guess in zip(parts[1:], self._guess(whole)))]
         for place, count in enumerate(self.counts):

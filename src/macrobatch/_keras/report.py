@@ -94,7 +94,7 @@ def told(
         numerators: of the reported values, summed over this replica's micro-batches.
         denominators: those that are counted, likewise.
         written: what the step's variables are after the last micro-batch, where they changed.
-        logs: those of the last micro-batch.
+        logs: those of the last micro-batch, if the model brings its own compute_metrics.
         examples: the number of examples; in a replica, of its own.
         engine: the backend.
     """
@@ -117,8 +117,9 @@ def told(
             results = model.get_metrics_result()
         for message in checks.logs_of_one_replica(set(logs) - set(results)):
             warn_once(model, message)
-    logs = {name: results.get(name, value) for name, value in logs.items()}
-    return Told(logs, values, list(zip(of_trackers, found)))
+    if step.brings_logs:
+        results = {name: results.get(name, value) for name, value in logs.items()}
+    return Told(results, values, list(zip(of_trackers, found)))
 
 
 def overrides(model: Any, method: str) -> bool:

@@ -2,6 +2,7 @@
 
 from typing import Any, Callable, List, NamedTuple, Optional
 
+import keras
 from keras import ops, tree
 
 from macrobatch import _internals
@@ -58,6 +59,11 @@ class Tried(ModelStep):
             if not (isinstance(term.weight, float) and term.weight == 0):
                 found[f"{LOSS} {index}"] = term.numerator
         return found
+
+    def has_moments(self) -> bool:
+        """Whether any layer may normalise by the moments of a micro-batch."""
+        kind = keras.layers.BatchNormalization
+        return any(isinstance(layer, kind) for layer in _internals.layers_of(self.model))
 
     def messages(self, groups: Groups, verdict: Verdict) -> List[str]:
         """What to say of a trial."""

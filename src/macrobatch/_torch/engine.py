@@ -7,7 +7,7 @@ import keras
 import torch
 from keras import ops, tree
 
-from macrobatch._types import Batch, BatchEngine, Size, Tensor
+from macrobatch._types import Batch, BatchEngine, Size, Tensor, mapped
 
 
 class Torch(BatchEngine):
@@ -90,7 +90,7 @@ def to_tensors(nest: Any) -> Any:
         with keras.device("cpu"):
             return ops.convert_to_tensor(leaf)
 
-    return tree.map_structure(convert, nest)
+    return mapped(convert, nest)
 
 
 def on_device(micro_batch: Batch) -> Batch:
@@ -98,10 +98,10 @@ def on_device(micro_batch: Batch) -> Batch:
 
     Keras multiplies masks into sample weights in place, and a micro-batch is a view.
     """
-    x, y, sample_weight = tree.map_structure(
+    x, y, sample_weight = mapped(
         lambda leaf: None if leaf is None else ops.convert_to_tensor(leaf), micro_batch
     )
-    return x, y, tree.map_structure(ENGINE.copied, sample_weight)
+    return x, y, mapped(ENGINE.copied, sample_weight)
 
 
 class Draws:

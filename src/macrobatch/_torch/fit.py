@@ -81,7 +81,8 @@ class Accumulation:
         """As Keras', on micro-batches."""
         steps = self.steps
         logs = steps.train_step(data)
-        self.meeting.try_once(steps.batch_of(data), self.micro_batch_weight)
+        if self.meeting.is_due:
+            self.meeting.try_once(steps.batch_of(data), self.micro_batch_weight)
         if self._looks:
             self._looks = False
             if self.cut.size and steps.examples <= self.cut.size:

@@ -80,7 +80,7 @@ def detached(part: Part) -> Part:
         counts=[count.detach() for count in part.counts],
         written=[None if value is None else free(value) for value in part.written],
         moments=[type(each)(*map(free, each)) for each in part.moments],
-        latest=tree.map_structure(free, part.latest),
+        latest=tree.map_structure(free, part.latest) if part.latest else part.latest,
     )
 
 

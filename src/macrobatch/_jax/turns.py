@@ -1,0 +1,103 @@
+"""Compiled steps on one device: the loop goes on in Python, and a micro-batch is what JAX compiles.
+
+XLA makes convolutions in the body of a loop slow on a CPU: their gradients take 15 times as long.
+The sums of a batch are in one piece of memory, which goes from micro-batch to micro-batch.
+"""
+
+from typing import Any, Callable, Dict, List, Tuple
+
+import jax
+
+from macrobatch._jax import devices, loop
+from macrobatch._jax.engine import ENGINE
+from macrobatch._jax.state import State, StateScope
+from macrobatch._jax.steps import Found, Steps, batch_of, counted_by
+from macrobatch._types import Batch, Part, Tensor, Whole
+
+
+class Turns:
+    """What is compiled for batches of the same shapes, that are cut alike."""
+
+    def __init__(self, steps: Steps, training: bool, state: State, batch: Batch, examples: int):
+        self._steps, self._examples = steps, examples
+        self._runs = self._cut(batch).runs
+        self._model = steps.model_step(training)
+        self._no_counts = steps.no_counts()
+        while True:
+            self._part = jax.jit(self._part_of)  # traced once for all that call it
+            values, like = jax.eval_shape(self._first, state, batch, self._no_counts)
+            if self._model.fits(values):
+                break  # The run has found no more variables.
+        steps.warn(self._model, like)
+        self._start = jax.jit(lambda state: loop.nothing_like(like, self._values(state)))
+        self._counts = jax.jit(self._counts_of)
+        self._turns = [jax.jit(self._turn_of(run), donate_argnums=0) for run in self._runs]
+        self._finish = jax.jit(self._finished, donate_argnums=0)
+
+    def found(self, state: State, batch: Batch) -> Found:
+        """What a batch comes to: everything but the update."""
+        counts = self._no_counts
+        if self._model.counts and self._model.training:
+            counts = self._counts(state, batch)
+        total = self._start(state)
+        for run, turn in zip(self._runs, self._turns):
+            for index in range(run.count):
+                total = turn(total, state, batch, counts, index)
+        return self._finish(total, state)
+
+    def _cut(self, batch: Batch) -> Any:
+        return self._steps.cut.apply(batch, self._examples, ENGINE)
+
+    def _values(self, state: State) -> List[Tensor]:
+        with StateScope(self._steps.model, state):
+            return self._model.values()
+
+    def _part_of(
+        self, micro_batch: Batch, values: List[Tensor], counts: Tensor, state: State
+    ) -> Part:
+        """The part of a micro-batch."""
+        steps = self._steps
+        with StateScope(steps.model, state):
+            step = steps.step(self._model, Whole(self._examples), state.trained)
+            return step(micro_batch, values, counts)
+
+    def _first(self, state: State, batch: Batch, counts: Tensor) -> Tuple[List[Tensor], Part]:
+        """The values that go into the first micro-batch, and its part."""
+        values = self._values(state)
+        return values, self._part(self._cut(batch).get(self._runs[0], 0), values, counts, state)
+
+    def _counts_of(self, state: State, batch: Batch) -> Tensor:
+        def call(micro_batch: Batch, values: List[Tensor], counts: Tensor) -> Part:
+            return self._part(micro_batch, values, counts, state)
+
+        return counted_by(call, self._cut(batch), self._values(state), self._no_counts, True)
+
+    def _turn_of(self, run: Any) -> Callable[..., Part]:
+        def turn(total: Part, state: State, batch: Batch, counts: Tensor, index: Tensor) -> Part:
+            values = loop.after(self._values(state), total)
+            part = self._part(self._cut(batch).get(run, index), values, counts, state)
+            return loop.added(total, part)
+
+        return turn
+
+    def _finished(self, total: Part, state: State) -> Found:
+        with StateScope(self._steps.model, state) as scope:
+            return self._steps.finished(self._model, state.trained, total, self._examples, scope)
+
+
+def compiled(steps: Steps, training: bool) -> Callable[[State, Any], Found]:
+    """What a batch comes to, of a state and data: everything but the update, compiled."""
+    if not steps.takes_turns or devices.are_several():
+        return jax.jit(lambda state, data: steps.on_devices(state, data, training))
+    made: Dict[Any, Turns] = {}
+
+    def found(state: State, data: Any) -> Found:
+        batch, chosen = batch_of(data), steps.cut.chosen
+        leaves, structure = jax.tree.flatten(batch)
+        shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
+        key = structure, shapes, None if chosen is None else chosen.now()
+        if key not in made:
+            made[key] = Turns(steps, training, state, *steps.check(batch))
+        return made[key].found(state, batch)
+
+    return found
