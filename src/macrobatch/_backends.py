@@ -11,7 +11,8 @@ from typing import Any, Optional
 TENSORFLOW = "tensorflow"
 # Each room has a class (or a function in its place) `Accumulation`, of a model, how to cut batches,
 # micro_batch_weight=, nonfinite=, memory_limit= and whole_batch_loss=, with `install` and
-# `uninstall`; and `accumulation_of`, which finds what was installed in a model.
+# `uninstall`; and `accumulation_of`, which finds what was installed in a model. A file beside it,
+# `no_trace`, has TRIALS.
 ROOMS = {
     TENSORFLOW: "macrobatch._fit.fit",
     "jax": "macrobatch._jax.fit",
@@ -29,7 +30,7 @@ _ELSEWHERE = {
     },
 }
 _FIT = "macrobatch.accumulate(model, micro_batch_size=8) with fit()"
-_ON_ANY = ("accumulate", "release")
+_ON_ANY = ("accumulate", "release", "verify")
 INSTALL = (
     "Install one of them: pip install 'macrobatch[cpu]' (TensorFlow; for a GPU 'macrobatch[gpu]'), "
     "'macrobatch[jax]' or 'macrobatch[torch]'. On JAX and torch, set the environment variable "
@@ -40,6 +41,13 @@ INSTALL = (
 def room(name: str) -> Any:
     """The module that puts steps into models of a backend."""
     return importlib.import_module(ROOMS[name])
+
+
+def trials() -> Any:
+    """What the backend of Keras offers to work that leaves no trace: a `_keras.trials.Trials`."""
+    name = _of_keras() or TENSORFLOW
+    check(name)
+    return importlib.import_module(ROOMS[name].rpartition(".")[0] + ".no_trace").TRIALS
 
 
 def check(name: str) -> None:
