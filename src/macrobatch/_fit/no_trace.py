@@ -70,6 +70,9 @@ class _Trials(trials.Trials):
         finally:
             logger.setLevel(level)
 
+    def array(self, value: Any) -> Any:
+        return tf.identity(value).numpy()  # of a variable of a strategy, too
+
     def kept(self, value: Any) -> Any:
         return tf.identity(value)  # shares the memory of its variable until that is written
 

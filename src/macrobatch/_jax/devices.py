@@ -22,11 +22,17 @@ def distribution() -> Any:
     return found
 
 
+def are_several() -> bool:
+    """Whether a batch is spread over several devices."""
+    found = distribution()
+    return found is not None and found.device_mesh.devices.size > 1
+
+
 def spread(function: Callable[[Any, Batch], Any], state: Any, batch: Batch) -> Any:
     """What a function comes to of a state and of the parts of a batch: on all devices the same."""
-    found = distribution()
-    if found is None or found.device_mesh.devices.size == 1:
+    if not are_several():
         return function(state, batch)
+    found = distribution()
     mesh = found.device_mesh.backend_mesh
     devices = Devices(found.batch_dim_name, int(found.device_mesh.devices.size))
 

@@ -43,9 +43,9 @@ def run(step: Step, micro_batches: MicroBatches, values: List[Tensor], compiled:
             kept.append(aux)
         else:
             for index in range(int(each.count)):
-                part = step(micro_batches.get(each, index), _after(values, total))
+                part = step(micro_batches.get(each, index), after(values, total))
                 kept.append(part.aux)
-                total = _added(total, part)
+                total = added(total, part)
     assert total is not None
     aux = jax.tree.map(lambda *parts: jnp.concatenate(parts), *kept)
     return total._replace(aux=aux)
@@ -57,18 +57,18 @@ def _scanned(
     """The part of the micro-batches of a run, on top of a total, and what they have kept."""
     if total is None:
         first = jax.eval_shape(step, micro_batches.get(run, 0), values)
-        total = _nothing_like(first, values)
+        total = nothing_like(first, values)
 
     def body(total: Part, index: Tensor) -> Any:
-        part = step(micro_batches.get(run, index), _after(values, total))
-        return _added(total, part), part.aux
+        part = step(micro_batches.get(run, index), after(values, total))
+        return added(total, part), part.aux
 
     total, aux = lax.scan(body, total, jnp.arange(run.count))
     # From (micro-batches, examples, ...) to (examples, ...).
     return total, jax.tree.map(lambda leaf: leaf.reshape((-1, *leaf.shape[2:])), aux)
 
 
-def _after(values: List[Tensor], total: Optional[Part]) -> List[Tensor]:
+def after(values: List[Tensor], total: Optional[Part]) -> List[Tensor]:
     """The values of the variables, after some micro-batches."""
     if total is None:
         return values
@@ -76,14 +76,15 @@ def _after(values: List[Tensor], total: Optional[Part]) -> List[Tensor]:
     return [old if new is None else new for old, new in pairs]
 
 
-def _nothing_like(part: Part, values: List[Tensor]) -> Part:
-    """The part of no micro-batch at all."""
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), _added(None, part))
+def nothing_like(part: Part, values: List[Tensor]) -> Part:
+    """The part of no micro-batch at all, in memory of its own."""
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), added(None, part))
     pairs = zip(part.written, values)
-    return zeros._replace(written=[None if new is None else old for new, old in pairs])
+    # A copy: whoever adds to this may write into its memory.
+    return zeros._replace(written=[None if new is None else jnp.copy(old) for new, old in pairs])
 
 
-def _added(total: Any, part: Any) -> Part:
+def added(total: Any, part: Any) -> Part:
     if total is None:
         return Part(
             list(part.sums),

@@ -51,6 +51,9 @@ class Steps:
         self.model, self.cut, self.micro_batch_weight = model, cut, micro_batch_weight
         self.shows_size: Optional[bool] = None
 
+    def forget(self, training: bool) -> None:
+        """Forgets what is known of a model that may be compiled anew. Here, nothing is."""
+
     def train_step(self, state: Any, data: Any) -> Tuple[Logs, Any]:
         """Makes the update that the whole batch would have made."""
         found = self.found(state, data)
@@ -59,12 +62,20 @@ class Steps:
     def test_step(self, state: Any, data: Any) -> Tuple[Logs, Any]:
         """Reports the loss and the metrics of the whole batch."""
         trained, others, metrics = state
-        found = self._on_devices(State(trained, others, [], metrics), data, training=False)
+        found = self.on_devices(State(trained, others, [], metrics), data, training=False)
         return found.logs, (trained, found.others, found.metrics)
 
     def found(self, state: Any, data: Any) -> Found:
         """What a batch comes to: everything but the update."""
-        return self._on_devices(State(*state), data, training=True)
+        return self.on_devices(State(*state), data, training=True)
+
+    def check(self, data: Any) -> Tuple[Batch, int]:
+        """A batch and the number of its examples, once both suit the model."""
+        batch, examples = in_order.checked(batch_of(data), ENGINE)
+        _optimizer_checks.optimizer(self.model.optimizer)
+        model_checks.splittable_layers(_internals.layers_of(self.model))
+        model_checks.no_overwriting_variables(self.model.trainable_weights)
+        return batch, int(examples)
 
     def updated(self, trained: List[Tensor], of_optimizer: List[Tensor], found: Found) -> State:
         """The state after the update."""
@@ -77,14 +88,12 @@ class Steps:
             _checks.warn("The model does not have any trainable weights.")
         return State(trained, found.others, of_optimizer, found.metrics)
 
-    def _on_devices(self, state: State, data: Any, training: bool) -> Found:
-        batch, examples = in_order.checked(batch_of(data), ENGINE)
-        _optimizer_checks.optimizer(self.model.optimizer)
-        model_checks.splittable_layers(_internals.layers_of(self.model))
-        model_checks.no_overwriting_variables(self.model.trainable_weights)
+    def on_devices(self, state: State, data: Any, training: bool) -> Found:
+        """What a batch comes to, in training or in testing: everything but the update."""
+        batch, examples = self.check(data)
 
         def found(state: State, batch: Batch) -> Found:
-            return self._found(state, batch, int(examples), training)
+            return self._found(state, batch, examples, training)
 
         return devices.spread(found, state, batch)
 
@@ -92,35 +101,56 @@ class Steps:
         """What a batch, or this device's part of it, comes to."""
         own = ENGINE.examples(batch)
         micro_batches = self.cut.apply(batch, own, ENGINE)
-        compiled, whole = any_is_traced((batch, state)), Whole(examples)
+        compiled = any_is_traced((batch, state))
         with StateScope(self.model, state) as scope:
-            model = ModelStep(self.model, training, ENGINE, self.micro_batch_weight)
-            scale = self._loss_scale() if training else 1.0
-            penalty, penalties = self._penalty(model, state.trained if training else [], scale)
-            step = self._step(model, whole, state.trained, scale)
+            model = self.model_step(training)
+            step = self.step(model, Whole(examples), state.trained)
             part = self._run(step, model, micro_batches, compiled)
-            count = len(model.trained)
-            sums = ENGINE.sum_over_replicas(part.sums[:count])
-            gradients = [
-                (one + other).astype(weight.dtype)
-                for one, other, weight in zip(sums, penalties, state.trained)
-            ]
-            told = report.told(
-                model,
-                penalty,
-                part.sums[count:],
-                part.counts,
-                part.written[1:],
-                part.latest,
-                own,
-                ENGINE,
-            )
-            told.write()
-            model.written.write(part.written[1:], part.moments)
-            return Found(gradients, scope.others(), scope.metrics(), told.logs)
+            return self.finished(model, state.trained, part, own, scope)
 
-    def _step(self, model: ModelStep, whole: Whole, weights: List[Tensor], scale: Any) -> Any:
-        """The step of a micro-batch: a function of it, of values, and of the whole's counts."""
+    def model_step(self, training: bool) -> ModelStep:
+        """The model as a function of a micro-batch."""
+        return ModelStep(self.model, training, ENGINE, self.micro_batch_weight)
+
+    def finished(
+        self, model: ModelStep, weights: List[Tensor], part: Part, own: int, scope: StateScope
+    ) -> Found:
+        """What a batch comes to, once all of its micro-batches have run. In the scope of its state.
+
+        Args:
+            model: the step of the model, after its last run.
+            weights: the values of the trained variables.
+            part: the part of the whole batch; on several devices, of this device's micro-batches.
+            own: the number of its examples.
+            scope: the scope.
+        """
+        penalty, penalties = self._penalty(model, weights if model.training else [])
+        count = len(model.trained)
+        sums = ENGINE.sum_over_replicas(part.sums[:count])
+        gradients = [
+            (one + other).astype(weight.dtype)
+            for one, other, weight in zip(sums, penalties, weights)
+        ]
+        told = report.told(
+            model,
+            penalty,
+            part.sums[count:],
+            part.counts,
+            part.written[1:],
+            part.latest,
+            own,
+            ENGINE,
+        )
+        told.write()
+        model.written.write(part.written[1:], part.moments)
+        return Found(gradients, scope.others(), scope.metrics(), told.logs)
+
+    def step(self, model: ModelStep, whole: Whole, weights: List[Tensor]) -> Any:
+        """The step of a micro-batch: a function of it, of values, and of the whole's counts.
+
+        In the scope of a state.
+        """
+        scale = self._loss_scale() if model.training else 1.0
 
         def step(micro_batch: Batch, values: List[Tensor], counts: Tensor) -> Part:
             known = whole._replace(counts=counts)
@@ -152,8 +182,7 @@ class Steps:
         self, step: Any, model: ModelStep, micro_batches: MicroBatches, compiled: bool
     ) -> Part:
         """The part of the whole batch."""
-        # More than there can be. They are known after the first run.
-        ones = jnp.ones([_most_counts(self.model)], keras.config.floatx())
+        ones = self.no_counts()
         # Compiled, the step is traced once, for the counts and for the loop.
         call = jax.jit(step) if compiled else step
         values = model.values()
@@ -164,25 +193,24 @@ class Steps:
             values = model.values()
             call = jax.jit(step) if compiled else step
             like = run_first(call, first, values, ones)
-        self._warn(model, like)
+        self.warn(model, like)
         counts = ones
         if model.counts and model.training:
-            # A compiler leaves out what counts do not depend on: no predictions are made.
-            def counting(micro_batch: Batch, values: List[Tensor]) -> Part:
-                part = call(micro_batch, values, ones)
-                return Part([], part.counts, part.written)
-
-            own = loop.run(counting, micro_batches, values, compiled).counts
-            (own,) = ENGINE.sum_over_replicas([jnp.stack([n.astype(ones.dtype) for n in own])])
-            counts = ones.at[: len(own)].set(own)
+            counts = counted_by(call, micro_batches, values, ones, compiled)
 
         def counted(micro_batch: Batch, values: List[Tensor]) -> Part:
             return call(micro_batch, values, counts)
 
         return loop.run(counted, micro_batches, values, compiled)
 
-    def _penalty(self, model: ModelStep, weights: List[Tensor], scale: Any) -> Any:
+    def no_counts(self) -> Tensor:
+        """What stands for counts that are not known. They are more than there can be."""
+        # How many there are is known after the first run.
+        return jnp.ones([_most_counts(self.model)], keras.config.floatx())
+
+    def _penalty(self, model: ModelStep, weights: List[Tensor]) -> Any:
         """What weight regularisers add to the loss, and to its gradients."""
+        scale = self._loss_scale() if model.training else 1.0
 
         def penalty(weights: List[Tensor]) -> Any:
             with Scope(model.trained, weights):
@@ -195,13 +223,29 @@ class Steps:
     def _loss_scale(self) -> Tensor:
         return self.model.optimizer.scale_loss(jnp.ones([], keras.config.floatx()))
 
-    def _warn(self, model: Any, part: Part) -> None:
+    def warn(self, model: Any, part: Part) -> None:
         written = keras_checks.written_by_layers(model.unexplained(part.written))
         messages = [*model.inexact, *written]
         for message in messages:
             _checks.warn_once(self.model, message)
         if model.training:
             self.shows_size = bool(messages) or model.written.drew or model.written.dropped
+
+
+def counted_by(
+    call: Any, micro_batches: MicroBatches, values: List[Tensor], ones: Tensor, compiled: bool
+) -> Tensor:
+    """The counts of the whole batch, from a step. A compiler leaves out what they do not depend on:
+    no predictions are made.
+    """
+
+    def counting(micro_batch: Batch, values: List[Tensor]) -> Part:
+        part = call(micro_batch, values, ones)
+        return Part([], part.counts, part.written)
+
+    own = loop.run(counting, micro_batches, values, compiled).counts
+    (own,) = ENGINE.sum_over_replicas([jnp.stack([n.astype(ones.dtype) for n in own])])
+    return ones.at[: len(own)].set(own)
 
 
 def _most_counts(model: Any) -> int:

@@ -80,7 +80,7 @@ class WholeBatchSteps(Steps):
         run_first = jax.eval_shape if compiled else (lambda call, *args: call(*args))
         values, first = model.values(), micro_batches.get(micro_batches.runs[0], 0)
         like = run_first(forward, first, values)
-        self._warn(model, like)
+        self.warn(model, like)
         return loop.run(forward, micro_batches, model.values(), compiled)
 
     def _second_pass(

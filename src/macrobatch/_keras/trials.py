@@ -110,9 +110,13 @@ class Trials:
         """A context for forward passes, of which no gradient is taken."""
         return contextlib.nullcontext()
 
-    def kept(self, value: Any) -> Any:
-        """The value of a variable, which stays as it is when the variable is written."""
+    def array(self, value: Any) -> Any:
+        """What a variable holds, as an array."""
         return ops.convert_to_numpy(value)
+
+    def kept(self, value: Any) -> Any:
+        """What a variable holds, which stays as it is when the variable is written."""
+        return self.array(value)
 
     def gradients(self, variables: List[Variable]) -> Gradients:
         """What keeps the gradients of variables."""

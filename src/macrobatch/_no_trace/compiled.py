@@ -102,4 +102,4 @@ def _optimizer_like(optimizer: Any, model: Any) -> Tuple[Any, Tuple[str, ...]]:
 
 def value_of(variable: Any) -> Any:
     """The value of a variable, as an array."""
-    return ops.convert_to_numpy(_internals.raw_value(variable))
+    return _backends.trials().array(_internals.raw_value(variable))

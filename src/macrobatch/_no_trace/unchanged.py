@@ -6,7 +6,7 @@ from typing import Any, Iterator, List, Sequence
 
 import keras
 import numpy as np
-from keras import ops, tree
+from keras import tree
 
 from macrobatch import _backends, _internals
 from macrobatch._keras import model as models
@@ -70,7 +70,7 @@ class Values:
             if id(variable) in lazily:
                 self._values.append(_backends.trials().kept(value))
             else:
-                self._values.append(ops.convert_to_numpy(value))
+                self._values.append(np.array(_backends.trials().array(value)))
                 self.bytes += self._values[-1].nbytes
 
     def put_back(self) -> None:
