@@ -60,13 +60,3 @@ def distribution(value: Any, is_data_parallel: bool, processes: int) -> None:
             "On JAX, batches of several processes cannot be cut yet. Received: "
             f"jax.process_count() is {processes}. Use the devices of one process."
         )
-
-
-def whole_batch_on_one_device(value: Any) -> None:
-    """Raises for a loss that sees the whole batch, on several devices."""
-    if value is not None:
-        raise ValueError(
-            "On JAX, a loss can see the whole batch on one device only. Received: "
-            f"whole_batch_loss=True and a distribution of type {type(value).__name__}. Leave out "
-            "one of them."
-        )

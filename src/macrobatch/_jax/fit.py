@@ -46,8 +46,6 @@ class Accumulation:
         checks.no_own_train_step(overrides(model, "train_step"))
         found = devices.distribution()
         checks.by_length(cut.axis, found, whole_batch_loss)
-        if whole_batch_loss:
-            checks.whole_batch_on_one_device(found)
         self.model, self.cut, self.micro_batch_weight = model, cut, micro_batch_weight
         kind = WholeBatchSteps if whole_batch_loss else Steps if cut.axis is None else LengthSteps
         self.steps = kind(model, cut, micro_batch_weight)
