@@ -6,7 +6,7 @@ Order inside a batch is free, and padding that nothing depends on need not be co
     starts = 0, size, 2 * size, ...   where size may depend on the longest that is left
     k-th micro-batch = batch[order[starts[k] : starts[k + 1]], : the longest of them]
 
-The trial (_tensorflow/trial.py) finds out whether nothing depends on padding.
+The trial (trial.py or padding.py of an engine) finds out whether nothing depends on padding.
 """
 
 from typing import Any, Callable, List, Optional, Tuple
