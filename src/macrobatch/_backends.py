@@ -21,7 +21,8 @@ ROOMS = {
 # What TensorFlow alone has, and what others have in its place.
 _ELSEWHERE = {
     "jax": {
-        "value_and_gradients": "jax.value_and_grad for each micro-batch, and optax.MultiSteps",
+        "value_and_gradients": "jax.value_and_grad for each micro-batch, weighted by its share of "
+        "the examples and summed (optax.MultiSteps is right for micro-batches of one size)",
         "GradientAccumulator": "optax.MultiSteps",
     },
     "torch": {

@@ -152,6 +152,9 @@ class Noisy(keras.Model):
         self.scale = self.add_weight(shape=[], initializer="ones", name="scale")
         self.seeds = keras.random.SeedGenerator(3)
 
+    def build(self, shape):
+        self.head.build(shape)
+
     def call(self, inputs):
         return self.head(inputs)
 
