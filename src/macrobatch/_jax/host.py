@@ -37,7 +37,8 @@ class Host(BatchEngine):
         return np.where(there, positions, 0).max(1, initial=0).astype("int32")
 
     def spec(self, leaf: Tensor, shape: Sequence[Any]) -> Any:
-        sizes = tuple(2 if size is None else size for size in shape)
+        # Not 2: two examples of half the length have as many elements as one of all of it.
+        sizes = tuple(3 if size is None else size for size in shape)
         return jax.ShapeDtypeStruct(sizes, leaf.dtype)
 
 
