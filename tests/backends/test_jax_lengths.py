@@ -74,7 +74,10 @@ def compilations():
 
 @pytest.mark.parametrize(
     "size",
-    [{"micro_batch_size": 3}, {"micro_batch_size": None, "tokens": 60}],
+    [
+        {"micro_batch_size": 3},
+        pytest.param({"micro_batch_size": None, "tokens": 60}, marks=thorough),
+    ],
     ids=["examples", "tokens"],
 )
 def test_the_update_is_that_of_the_whole_batch(size):

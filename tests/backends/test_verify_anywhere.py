@@ -18,7 +18,7 @@ from macrobatch._verify.compare import Runs
 
 # Each takes some seconds on JAX, which compiles each step: one of each kind is for every day.
 EVERY_DAY = {
-    "jax": ["graph", "two-outputs", "batch-norm", "layer", "own-loss"],
+    "jax": ["graph", "own-loss"],
     "torch": [
         *("dense", "random-layers", "sampling", "masked-text", "weights", "attention", "mixed"),
         *("two-outputs", "not-copied", "rows-with-sgd", "contrastive-of-the-whole-batch"),
@@ -26,6 +26,8 @@ EVERY_DAY = {
         *("by-length", "state", "softmax-bias"),
     ],
 }[BACKEND]
+
+slow_on_jax = thorough if BACKEND == "jax" else lambda test: test
 
 
 def parameters(names):
@@ -89,6 +91,7 @@ def test_nothing_changes(build):
         if verifies:
             report = macrobatch.verify(model, X, Y)
             assert report.exact is False
+            assert report.causes[0].kind == "batch_normalization"
             assert report.settings == SIZE
         assert (values(model), {name: id(value) for name, value in vars(model).items()}) == before
         assert (keras.config.floatx(), keras.config.dtype_policy().name) == settings
@@ -98,6 +101,7 @@ def test_nothing_changes(build):
     assert ends[0] == ends[1]
 
 
+@slow_on_jax
 def test_a_difference_that_nothing_explains(monkeypatch):
     """As if the package had a fault: the verdict does not depend on knowing why."""
     plain = Runs.accumulated
@@ -132,6 +136,7 @@ model.fit(random.normal(size=[14, 5]), random.normal(size=[14, 1]), batch_size=7
 """
 
 
+@slow_on_jax
 def test_the_command(tmp_path, monkeypatch):
     """As a user has it: float32, and no TensorFlow. float64 is switched on for the comparison."""
     monkeypatch.delenv("JAX_ENABLE_X64", raising=False)
