@@ -11,7 +11,8 @@ from typing import Any, Optional
 TENSORFLOW = "tensorflow"
 # Each room has a class (or a function in its place) `Accumulation`, of a model, how to cut batches,
 # micro_batch_weight=, nonfinite=, memory_limit= and whole_batch_loss=, with `install` and
-# `uninstall`; and `accumulation_of`, which finds what was installed in a model.
+# `uninstall`; and `accumulation_of`, which finds what was installed in a model. A file beside it,
+# `no_trace`, has TRIALS.
 ROOMS = {
     TENSORFLOW: "macrobatch._fit.fit",
     "jax": "macrobatch._jax.fit",
@@ -20,7 +21,8 @@ ROOMS = {
 # What TensorFlow alone has, and what others have in its place.
 _ELSEWHERE = {
     "jax": {
-        "value_and_gradients": "jax.value_and_grad for each micro-batch, and optax.MultiSteps",
+        "value_and_gradients": "jax.value_and_grad for each micro-batch, weighted by its share of "
+        "the examples and summed (optax.MultiSteps is right for micro-batches of one size)",
         "GradientAccumulator": "optax.MultiSteps",
     },
     "torch": {
@@ -29,7 +31,7 @@ _ELSEWHERE = {
     },
 }
 _FIT = "macrobatch.accumulate(model, micro_batch_size=8) with fit()"
-_ON_ANY = ("accumulate", "release")
+_ON_ANY = ("accumulate", "release", "verify")
 INSTALL = (
     "Install one of them: pip install 'macrobatch[cpu]' (TensorFlow; for a GPU 'macrobatch[gpu]'), "
     "'macrobatch[jax]' or 'macrobatch[torch]'. On JAX and torch, set the environment variable "
@@ -40,6 +42,13 @@ INSTALL = (
 def room(name: str) -> Any:
     """The module that puts steps into models of a backend."""
     return importlib.import_module(ROOMS[name])
+
+
+def trials() -> Any:
+    """What the backend of Keras offers to work that leaves no trace: a `_keras.trials.Trials`."""
+    name = _of_keras() or TENSORFLOW
+    check(name)
+    return importlib.import_module(ROOMS[name].rpartition(".")[0] + ".no_trace").TRIALS
 
 
 def check(name: str) -> None:

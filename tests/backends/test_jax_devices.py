@@ -13,7 +13,7 @@ from jax_support import (
     double_precision,  # noqa: F401 - a fixture
     jax,
 )
-from keras import layers
+from keras import layers, ops
 
 if len(jax.devices()) != 2:
     pytest.skip("this process has other devices", allow_module_level=True)
@@ -143,6 +143,39 @@ def test_weights_that_are_spread_are_refused():
         accumulate(dense())
 
 
-def test_a_loss_of_the_whole_batch_is_refused(two_devices):
-    with pytest.raises(ValueError, match="whole_batch_loss=True"):
-        accumulate(dense(), whole_batch_loss=True)
+class Noisy(keras.Model):
+    """Compares examples, in a loss that draws numbers; a layer adds a mean; a weight of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = layers.Dense(3, activity_regularizer="l2")
+        self.scale = self.add_weight(shape=[], initializer="ones", name="scale")
+        self.seeds = keras.random.SeedGenerator(3)
+
+    def build(self, shape):
+        self.head.build(shape)
+
+    def call(self, inputs):
+        return self.head(inputs)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        noise = keras.random.normal([20], dtype="float64", seed=self.seeds)
+        scores = ops.matmul(y_pred, ops.transpose(y_pred)) * self.scale + noise
+        return ops.mean(ops.logsumexp(scores, -1) * y[:, 0]) + sum(self.losses)
+
+
+def test_a_loss_sees_the_examples_of_all_devices(two_devices):
+    """In their order, with the same draws on each device; metrics count each example once."""
+    found = []
+    for distribution in (keras.distribution.distribution(), None):
+        keras.distribution.set_distribution(distribution)
+        keras.utils.set_random_seed(7)
+        model = Noisy()
+        model.build([None, 4])
+        model.compile(keras.optimizers.SGD(0.1, momentum=0.9), metrics=["mae"])
+        accumulate(model, micro_batch_size=3, whole_batch_loss=True)
+        logs = [model.train_on_batch(X, Y[:, :1], return_dict=True) for _ in range(3)]
+        found.append((model, logs[-1]))
+    assert_same(found[1][0], found[0][0])
+    for name, value in found[1][1].items():
+        np.testing.assert_allclose(found[0][1][name], value, rtol=1e-10)

@@ -11,7 +11,7 @@ import verify_models as models
 from keras import layers, ops
 from support import draws, everything, thorough
 from test_accumulator_everywhere import mirrored
-from verify_models import EXACT, SIZE, X, Y, compiled, mlp
+from verify_models import EXACT, INEXACT, REPAIRED, SIZE, X, Y, compiled, mlp
 
 import macrobatch
 from macrobatch._verify.causes import of_schedule
@@ -39,78 +39,6 @@ def test_exact_models(name):
     assert report.causes == []
     assert report.dtype == ("float32" if name == "not-copied" else "float64")
     assert bool(report.notes) == (name == "not-copied")
-
-
-WHOLE = "whole_batch_loss=True. With it the update is exact here, which was tried."
-WEIGHT = "micro_batch_weight=lambda x, y, sample_weight: keras.ops.count_nonzero(y)"
-
-# What is not exact: the causes and their names; and what the advice for the last of them says.
-INEXACT = {
-    "batch-norm": (
-        lambda: (mlp(layers.BatchNormalization(name="norm")), (X, Y)),
-        {"batch_normalization": ("norm",)},
-    ),
-    "two-batch-norms": (
-        lambda: (
-            mlp(
-                layers.BatchNormalization(name="first"),
-                layers.Dense(3),
-                layers.BatchNormalization(name="second"),
-            ),
-            (X, Y),
-        ),
-        {"batch_normalization": ("first", "second")},
-    ),
-    "layer": (
-        lambda: (mlp(models.Centered(name="centered")), (X, Y)),
-        {"examples_meet": ("centered",)},
-    ),
-    "contrastive": (
-        lambda: (mlp(layers.Dense(3), loss=models.contrastive), (X, Y)),
-        {"examples_meet": ("contrastive",)},
-        f"Pass {WHOLE}",
-    ),
-    "dice": (
-        lambda: (
-            mlp(layers.Activation("sigmoid"), loss=keras.losses.Dice(name="dice")),
-            (X, (Y > 0).astype("float64")),
-        ),
-        {"scalar_loss": ("dice",)},
-        f"Pass {WHOLE}",
-    ),
-    "sum": (
-        lambda: (mlp(loss=models.sum_of_all), (X, Y)),
-        {"scalar_loss": ("sum_of_all",)},
-    ),
-    "own-loss": (
-        lambda: (compiled(models.OwnLoss("tokens")), (X, models.OWN)),
-        {"scalar_loss": ("compute_loss",)},
-        f"Pass {WEIGHT}, or {WHOLE}",
-    ),
-    "added": (
-        lambda: (mlp(models.Balanced(name="balanced")), (X, Y)),
-        {"scalar_loss": ("balanced",)},
-    ),
-    "state": (
-        lambda: (mlp(models.Counting(name="counting"), name="model"), (X, Y)),
-        {"state": ("model/counting/count",)},
-    ),
-    "two-causes": (
-        lambda: (
-            mlp(layers.BatchNormalization(name="norm"), models.Centered(name="centered")),
-            (X, Y),
-        ),
-        {"batch_normalization": ("norm",), "examples_meet": ("centered",)},
-    ),
-    "norm-and-loss": (
-        lambda: (mlp(layers.BatchNormalization(name="norm"), loss=models.sum_of_all), (X, Y)),
-        {"batch_normalization": ("norm",), "scalar_loss": ("sum_of_all",)},
-    ),
-}
-
-
-# Those with a way out that was tried. The statistics of BatchNormalization are put aside for it.
-REPAIRED = ["contrastive", "dice", "sum", "own-loss", "norm-and-loss"]
 
 
 @pytest.mark.parametrize("name", parameters(INEXACT, ["two-batch-norms", "norm-and-loss"]))

@@ -11,9 +11,9 @@ SUBJECT, PUT_BACK = "_verify/subject.py", "_no_trace/unchanged.py"
 MUTANTS = [
     Mutant(
         "verify: rows compared as plain Keras hands them over",
-        COMPARE,
-        "grads if as_keras_does else [sums.dense(gradient) for gradient in grads]",
-        "grads",
+        "_fit/no_trace.py",
+        "gradients if as_they_are else [sums.dense(gradient) for gradient in gradients]",
+        "gradients",
         (TESTS + "repeated_rows_are_plain_keras_being_off",),
     ),
     Mutant(
@@ -68,7 +68,7 @@ MUTANTS = [
     Mutant(
         "verify: rounding is not measured",
         CAUSES,
-        "leaf[::-1]",
+        "ops.flip(leaf, 0)",
         "leaf",
         (TESTS + "a_cast_to_float32_in_a_layer",),
     ),

@@ -97,7 +97,7 @@ def test_global_state():
     drawn()
     of_operations = context.context()._rng
     before = of_operations.getstate()
-    with _internals.same_global_state():
+    with _internals.same_global_state(), _internals.same_generators_of_tensorflow():
         first = drawn()
         tf.random.uniform([2])
         assert of_operations.getstate() != before

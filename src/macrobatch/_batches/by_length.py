@@ -6,7 +6,7 @@ Order inside a batch is free, and padding that nothing depends on need not be co
     starts = 0, size, 2 * size, ...   where size may depend on the longest that is left
     k-th micro-batch = batch[order[starts[k] : starts[k + 1]], : the longest of them]
 
-The trial (_tensorflow/trial.py) finds out whether nothing depends on padding.
+The trial (trial.py or padding.py of an engine) finds out whether nothing depends on padding.
 """
 
 from typing import Any, Callable, List, Optional, Tuple
@@ -123,6 +123,8 @@ class ByLength(MicroBatches):
             starts = ops.arange(0, examples, size, dtype="int32")
             is_known = isinstance(examples, int) and isinstance(size, int)
             return starts, -(-examples // size) if is_known else ops.shape(starts)[0]
+        if self._engine.is_eager():
+            return self._starts_at_once()
         total = ops.cast(examples, "int32")
 
         def size_at(start: Tensor) -> Tensor:
@@ -144,6 +146,18 @@ class ByLength(MicroBatches):
             lambda start, *_: start < total, body, (zero, zero, ops.zeros_like(places))
         )
         return starts[:count], count
+
+    def _starts_at_once(self) -> Any:
+        """The same where all numbers are known."""
+        lengths, starts, start = ops.convert_to_numpy(self.lengths), [], 0
+        while start < int(self.examples):
+            starts.append(start)
+            size = int(self.examples_at(int(lengths[start])))
+            remaining = int(self.examples) - start
+            if self._few_shapes and remaining < size:
+                size = 1 << (remaining.bit_length() - 1)
+            start += size
+        return ops.convert_to_tensor(starts, "int32"), len(starts)
 
     def get(self, run: Run, index: Size) -> Batch:
         start = self.starts[index]

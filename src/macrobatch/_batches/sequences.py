@@ -1,7 +1,7 @@
 """What of a batch are sequences along an axis, how long they are, and how they are cut."""
 
 import functools
-from typing import Any, Iterable, List, Optional, Sequence, Tuple, Union
+from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 
 from keras import ops, tree
 
@@ -25,6 +25,20 @@ class Memory:
 
     def note(self, kinds: Tuple[Optional[int], ...], differ: Sequence[Truth]) -> None:
         """Remembers for each part whether its size differs in this batch."""
+
+
+class MemoryAtOnce(Memory):
+    """A memory of batches whose sizes are known."""
+
+    def __init__(self) -> None:
+        self._differed: Dict[Any, List[bool]] = {}
+
+    def differed(self, kinds: Any) -> Sequence[bool]:
+        return self._differed.get(kinds, [False] * len(kinds))
+
+    def note(self, kinds: Any, differ: Sequence[Any]) -> None:
+        before = self.differed(kinds)
+        self._differed[kinds] = [one or bool(other) for one, other in zip(before, differ)]
 
 
 class Sequences:

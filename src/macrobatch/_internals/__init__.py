@@ -10,8 +10,10 @@ from macrobatch._internals.copies import (
     copy_of_model,
     data_of_fit,
     in_float64,
+    same_generators_of_tensorflow,
     same_global_state,
     set_compiled_apart,
+    with_float64,
 )
 from macrobatch._internals.models import (
     BUILDING,
@@ -92,6 +94,7 @@ __all__ = [
     "own_losses",
     "predictions",
     "raw_value",
+    "same_generators_of_tensorflow",
     "same_global_state",
     "set_compiled_apart",
     "set_initial_epoch",
@@ -104,6 +107,7 @@ __all__ = [
     "with_calls",
     "with_draws",
     "with_dropout",
+    "with_float64",
     "with_inner_optimizers",
     "with_losses",
     "with_moments",

@@ -67,22 +67,21 @@ def data_of_fit(x: Any, **options: Any) -> Any:
 _NAMES, _SEEDS = "object_name_uids", "global_seed_generator"
 
 
+def _array(variable: Any) -> Any:
+    from keras import ops
+
+    return ops.convert_to_numpy(variable)
+
+
 @contextlib.contextmanager
 def same_global_state() -> Iterator[None]:
-    """Puts back the names that Keras gives next, and the seeds that it and TensorFlow draw from."""
+    """Puts back the names that Keras gives next, and the seeds that it draws from."""
     from keras.src.backend.common import global_state
-    from tensorflow.python.eager import context
-    from tensorflow.python.ops import stateful_random_ops
 
     names = global_state.get_global_attribute(_NAMES)
     counted = dict(names or {})
-    of_keras = global_state.get_global_attribute(_SEEDS)
-    # The public function makes a generator where there is none.
-    of_tensorflow = stateful_random_ops.global_generator
-    states = [each.state for each in (of_keras, of_tensorflow) if each is not None]
-    values = [state.numpy() for state in states]
-    of_operations = getattr(context.context(), "_rng", None)  # there once a seed was set
-    drawn = None if of_operations is None else of_operations.getstate()
+    seeds = global_state.get_global_attribute(_SEEDS)
+    drawn = None if seeds is None else _array(seeds.state)
     try:
         yield
     finally:
@@ -90,9 +89,47 @@ def same_global_state() -> Iterator[None]:
             names.clear()
             names.update(counted)
         global_state.set_global_attribute(_NAMES, names)
-        global_state.set_global_attribute(_SEEDS, of_keras)
-        stateful_random_ops.global_generator = of_tensorflow
-        for state, value in zip(states, values):
-            state.assign(value)
+        global_state.set_global_attribute(_SEEDS, seeds)
+        if seeds is not None:
+            seeds.state.assign(drawn)
+
+
+@contextlib.contextmanager
+def same_generators_of_tensorflow() -> Iterator[None]:
+    """Puts back what TensorFlow draws from."""
+    from tensorflow.python.eager import context
+    from tensorflow.python.ops import stateful_random_ops
+
+    # The public function makes a generator where there is none.
+    generator = stateful_random_ops.global_generator
+    state = None if generator is None else generator.state.numpy()
+    of_operations = getattr(context.context(), "_rng", None)  # there once a seed was set
+    drawn = None if of_operations is None else of_operations.getstate()
+    try:
+        yield
+    finally:
+        stateful_random_ops.global_generator = generator
+        if generator is not None:
+            generator.state.assign(state)
         if of_operations is not None:
             of_operations.setstate(drawn)
+
+
+# Dtypes
+
+
+@contextlib.contextmanager
+def with_float64() -> Iterator[None]:
+    """Lets Keras on JAX and torch compute in float64 where it is asked to.
+
+    Keras makes float32 of it there, by a table, and has no setting for it. All threads see it.
+    """
+    from keras.src.backend.common import dtypes
+
+    table = dtypes.BIT64_TO_BIT32_DTYPE
+    before = table["float64"]
+    table["float64"] = "float64"
+    try:
+        yield
+    finally:
+        table["float64"] = before

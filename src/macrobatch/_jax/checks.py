@@ -16,13 +16,22 @@ def no_own_train_step(is_own: bool) -> None:
         )
 
 
-def in_order(axis: Any) -> None:
-    """Raises where micro-batches are to be made by length."""
-    if axis is not None:
+def by_length(axis: Any, distribution: Any, whole_batch_loss: bool) -> None:
+    """Raises where micro-batches are to be made by length, and cannot be."""
+    if axis is None:
+        return
+    if distribution is not None:
         raise ValueError(
-            "On JAX, shapes cannot depend on data, so that sequences cannot be cut to their length "
-            f"yet. Received: sequence_axis={axis}. Leave it out: padding that is masked, or has "
-            "weight 0, counts nothing, and the update is the same."
+            "On JAX, sequences are cut to their length on one device only. Received: "
+            f"sequence_axis={axis} and a distribution of type {type(distribution).__name__}. Leave "
+            "out one of them: padding that is masked, or has weight 0, counts nothing, and the "
+            "update is the same."
+        )
+    if whole_batch_loss:
+        raise ValueError(
+            "On JAX, sequences cannot be cut to their length where the loss sees the whole batch. "
+            f"Received: sequence_axis={axis} and whole_batch_loss=True. Leave out sequence_axis: "
+            "the update is the same, and takes longer."
         )
 
 
@@ -50,14 +59,4 @@ def distribution(value: Any, is_data_parallel: bool, processes: int) -> None:
         raise ValueError(
             "On JAX, batches of several processes cannot be cut yet. Received: "
             f"jax.process_count() is {processes}. Use the devices of one process."
-        )
-
-
-def whole_batch_on_one_device(value: Any) -> None:
-    """Raises for a loss that sees the whole batch, on several devices."""
-    if value is not None:
-        raise ValueError(
-            "On JAX, a loss can see the whole batch on one device only. Received: "
-            f"whole_batch_loss=True and a distribution of type {type(value).__name__}. Leave out "
-            "one of them."
         )

@@ -101,6 +101,11 @@ def on_devices(devices: Devices) -> Iterator[None]:
         _devices.reset(token)
 
 
+def this_device() -> Optional[Devices]:
+    """The devices among which code runs on this one; None if there is one."""
+    return _devices.get()
+
+
 def is_traced(value: Any) -> bool:
     """Whether a value is only known when a compiled step runs."""
     return isinstance(value, jax.core.Tracer)

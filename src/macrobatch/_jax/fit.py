@@ -8,6 +8,7 @@ import keras
 from macrobatch import _checks, _internals
 from macrobatch._batches.cut import Cut
 from macrobatch._jax import checks, devices, turns
+from macrobatch._jax.by_length import LengthSteps
 from macrobatch._jax.engine import ENGINE
 from macrobatch._jax.meeting import Meeting
 from macrobatch._jax.state import State
@@ -44,12 +45,10 @@ class Accumulation:
     ):
         checks.no_nnx(keras.config.is_nnx_enabled())
         checks.no_own_train_step(overrides(model, "train_step"))
-        checks.in_order(cut.axis)
         found = devices.distribution()
-        if whole_batch_loss:
-            checks.whole_batch_on_one_device(found)
+        checks.by_length(cut.axis, found, whole_batch_loss)
         self.model, self.cut, self.micro_batch_weight = model, cut, micro_batch_weight
-        kind = WholeBatchSteps if whole_batch_loss else Steps
+        kind = WholeBatchSteps if whole_batch_loss else Steps if cut.axis is None else LengthSteps
         self.steps = kind(model, cut, micro_batch_weight)
         self.meeting = Meeting(model, cut, not whole_batch_loss)
         self._looks = False  # whether the size of the first batch of a fit is to be looked at
@@ -103,6 +102,7 @@ class Accumulation:
         self._looks = True
         if self.model.train_function is None or force:
             self.meeting.start()
+            self.steps.forget(training=True)
             step = self._compiled_train_step() if self._is_compiled() else self.train_step
             step = self._looking_at_first_batch(self._keeping_state(step, TRAINING))
             self.model.train_function = _internals.step_by_step(self.model, step)
@@ -110,11 +110,14 @@ class Accumulation:
     def make_test_function(self, force: bool = False) -> None:
         """As Keras'."""
         if self.model.test_function is None or force:
+            self.steps.forget(training=False)
             step = self._compiled_test_step() if self._is_compiled() else self.test_step
             step = self._keeping_state(step, TESTING)
             self.model.test_function = _internals.step_by_step(self.model, step)
 
     def _is_compiled(self) -> bool:
+        if isinstance(self.steps, LengthSteps):  # which compile their parts themselves
+            return False
         return bool(self.model.jit_compile) and not self.model.run_eagerly
 
     def _compiled_train_step(self) -> Callable[..., Any]:

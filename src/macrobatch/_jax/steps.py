@@ -54,6 +54,9 @@ class Steps:
         self.model, self.cut, self.micro_batch_weight = model, cut, micro_batch_weight
         self.shows_size: Optional[bool] = None
 
+    def forget(self, training: bool) -> None:
+        """Forgets what is known of a model that may be compiled anew. Here, nothing is."""
+
     def train_step(self, state: Any, data: Any) -> Tuple[Logs, Any]:
         """Makes the update that the whole batch would have made."""
         found = self.found(state, data)

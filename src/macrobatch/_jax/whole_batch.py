@@ -5,7 +5,8 @@
     gradient  = sum_j d <forward(B_j), G_j>    second pass
 
 That is the chain rule. Both passes start from the same values, of seeds for instance, so that
-random layers draw the same.
+random layers draw the same. On several devices each runs both passes on its own examples, and the
+outputs of all are gathered between them.
 """
 
 from typing import Any, List, Tuple
@@ -14,7 +15,7 @@ import jax
 from jax import numpy as jnp
 
 from macrobatch import _loop_checks
-from macrobatch._jax import loop
+from macrobatch._jax import gather, loop
 from macrobatch._jax.engine import ENGINE, any_is_traced
 from macrobatch._jax.state import State, StateScope
 from macrobatch._jax.steps import Found, Steps, widened
@@ -29,15 +30,19 @@ class WholeBatchSteps(Steps):
     takes_turns = False
 
     def _found(self, state: State, batch: Batch, examples: int, training: bool) -> Found:
-        micro_batches = self.cut.apply(batch, examples, ENGINE)
+        own = ENGINE.examples(batch)
+        micro_batches = self.cut.apply(batch, own, ENGINE)
         compiled, weights = any_is_traced((batch, state)), state.trained if training else []
         with StateScope(self.model, state) as scope:
             model = WholeBatchStep(self.model, training, ENGINE)
-            first = self._first_pass(model, micro_batches, compiled)
+            first = self._first_pass(model, micro_batches, examples, compiled)
             values = model.values()
-            floats, rest = _split(first.aux)
-            inputs = batch if model.needs_inputs else (None, *batch[1:])
-            after = model.values_for_loss(first.written)
+            # The loss sees the predictions of all devices, and is the same on each of them.
+            floats, rest = _split(gather.whole(first.aux))
+            inputs = gather.whole(batch if model.needs_inputs else (None, *batch[1:]))
+            variables = model.written.variables
+            after = gather.same_seeds(variables, model.values_for_loss(first.written))
+            totals = ENGINE.sum_over_replicas(list(first.sums))
 
             def loss(floats: Any, totals: List[Tensor], weights: List[Tensor]) -> Any:
                 outputs = _joined(floats, rest)
@@ -47,18 +52,21 @@ class WholeBatchSteps(Steps):
                 return jnp.sum(value), whole_batch.Found(jnp.zeros([]), found.logs, run)
 
             gradients: List[Tensor] = []
-            arguments = floats, list(first.sums), weights
+            arguments = floats, totals, weights
             if training:
                 of_loss, found = jax.grad(loss, (0, 1, 2), has_aux=True)(*arguments)
                 second = self._second_pass(model, weights, of_loss[1], examples)
-                rows = _WithRows(micro_batches, of_loss[0])
+                rows = _WithRows(micro_batches, gather.own(of_loss[0], own))
                 sums = loop.run(second, rows, values, compiled).sums
+                sums = ENGINE.sum_over_replicas(list(sums))
                 gradients = [
                     (one + widened(other)).astype(weight.dtype)
                     for one, other, weight in zip(sums, of_loss[2], weights)
                 ]
             else:
                 _, found = loss(*arguments)
+            written = gather.apart_again(model.written_by_loss.variables, found.run.written)
+            found = found._replace(run=found.run._replace(written=written))
             model.write(first.written, first.moments, found)
             return Found(gradients, scope.others(), scope.metrics(), found.logs)
 
@@ -66,15 +74,15 @@ class WholeBatchSteps(Steps):
         return self._loss_scale().astype(loss.dtype) if training else jnp.ones([], loss.dtype)
 
     def _first_pass(
-        self, model: WholeBatchStep, micro_batches: MicroBatches, compiled: bool
+        self, model: WholeBatchStep, micro_batches: MicroBatches, examples: int, compiled: bool
     ) -> Part:
         """The outputs of all micro-batches, and what their forward passes have left."""
 
         def forward(micro_batch: Batch, values: List[Tensor]) -> Part:
-            found = model.forward(micro_batch, values, micro_batches.examples)
-            examples = ENGINE.examples(micro_batch)
+            found = model.forward(micro_batch, values, examples)
+            own = ENGINE.examples(micro_batch)
             for leaf in jax.tree.leaves(found.outputs):
-                if leaf.shape[:1] != (examples,):
+                if leaf.shape[:1] != (own,):
                     message = _loop_checks.not_of_examples("The predictions of the model")
                     raise ValueError(f"{message} (Here: shape {leaf.shape}.)")
             return Part(list(found.totals), (), found.written, found.moments, aux=found.outputs)

@@ -3,10 +3,10 @@ precisely a model computes, for comparing it with and without padding.
 """
 
 import contextlib
-from typing import Any, Callable, ContextManager, List, Optional
+from typing import Any, Callable, ContextManager, List, Optional, Sequence
 
 import keras
-from keras import ops
+from keras import ops, tree
 
 from macrobatch import _internals
 from macrobatch._keras import checks
@@ -47,3 +47,18 @@ def low_precision(layers: List[Any]) -> bool:
     dtypes = {getattr(layer, "compute_dtype", None) for layer in layers}
     dtypes.add(keras.config.dtype_policy().compute_dtype)
     return not dtypes.isdisjoint({"float16", "bfloat16"})
+
+
+def fixed_parts(declared: Sequence[Any], nest: Any, axis: int) -> List[Tensor]:
+    """What of a nest has a size along an axis that the model declares: no sequences, then."""
+    names = [tensor.name for tensor in declared]
+    leaves = tree.flatten(nest)
+    if isinstance(nest, dict) and set(names) <= set(nest):
+        leaves = [nest[name] for name in names]
+    if len(leaves) != len(declared):
+        return []
+    return [
+        leaf
+        for tensor, leaf in zip(declared, leaves)
+        if leaf is not None and len(tensor.shape) > axis and tensor.shape[axis] is not None
+    ]

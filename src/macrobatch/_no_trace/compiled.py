@@ -3,9 +3,9 @@
 from typing import Any, Callable, Tuple
 
 import keras
-import tensorflow as tf
+from keras import ops
 
-from macrobatch import _internals
+from macrobatch import _backends, _internals
 from macrobatch._checks import one_line
 
 SHORT = 160  # characters of an error in a note
@@ -26,7 +26,7 @@ def alike(
         as_it_trains: see `twin`.
     """
     arguments = _internals.compile_arguments(model)
-    if not as_it_trains:
+    if not (as_it_trains or _backends.trials().compiles):
         arguments["jit_compile"] = False  # XLA would compile the same arithmetic, for minutes
     arguments["steps_per_execution"] = 1
     arguments["loss"] = _mapped(arguments["loss"], keras.losses.Loss, loss)
@@ -45,7 +45,7 @@ def by_own_compile(model: Any, other: Any, as_it_trains: bool = False) -> Tuple[
     """Gives a model that has its own compile other optimizers."""
     vars(other).update(train_function=None, test_function=None)
     _internals.set_compiled_apart(other)
-    if not as_it_trains:
+    if not (as_it_trains or _backends.trials().compiles):
         vars(other)["_jit_compile"] = False
     renew_optimizers(model, other, only_unbuilt=as_it_trains)
     return ()
@@ -64,7 +64,7 @@ def renew_optimizers(model: Any, other: Any, only_unbuilt: bool = False) -> None
 
 def _give_values(optimizer: Any, made: Any) -> None:
     for variable, other in zip(optimizer.variables, made.variables):
-        other.assign(tf.cast(value_of(variable), other.dtype))
+        other.assign(ops.cast(value_of(variable), other.dtype))
 
 
 def _mapped(nest: Any, kind: Any, function: Callable[[Any], Any]) -> Any:
@@ -102,4 +102,4 @@ def _optimizer_like(optimizer: Any, model: Any) -> Tuple[Any, Tuple[str, ...]]:
 
 def value_of(variable: Any) -> Any:
     """The value of a variable, as an array."""
-    return _internals.raw_value(variable).numpy()
+    return _backends.trials().array(_internals.raw_value(variable))

@@ -5,7 +5,7 @@ from typing import Any, Tuple
 import keras
 
 from macrobatch import _internals
-from macrobatch._fit import install
+from macrobatch._accumulate import accumulation_of
 from macrobatch._no_trace import compiled
 
 
@@ -19,7 +19,7 @@ def twin(model: Any, as_it_trains: bool = False) -> Tuple[Any, Tuple[str, ...]]:
     """
     other = _internals.copy_of_model(model)
     for name, method in list(vars(other).items()):
-        if is_installed(method):
+        if is_installed(model, method):
             del vars(other)[name]
     # A compile of the user's own has made more than the arguments of Keras' compile tell.
     compile_it = compiled.by_own_compile if compiles_itself(model) else compiled.alike
@@ -31,6 +31,7 @@ def compiles_itself(model: Any) -> bool:
     return type(model).compile is not keras.Model.compile
 
 
-def is_installed(method: Any) -> bool:
+def is_installed(model: Any, method: Any) -> bool:
     """Whether `accumulate` has put a method into a model."""
-    return isinstance(getattr(method, "__self__", None), install.Accumulation)
+    accumulation = accumulation_of(model)
+    return accumulation is not None and getattr(method, "__self__", None) is accumulation

@@ -6,10 +6,9 @@ from typing import Any, Iterator, List, Sequence
 
 import keras
 import numpy as np
-import tensorflow as tf
 from keras import tree
 
-from macrobatch import _internals
+from macrobatch import _backends, _internals
 from macrobatch._keras import model as models
 from macrobatch._keras.scope import unique
 from macrobatch._types import Variable
@@ -21,7 +20,8 @@ def unchanged(model: Any) -> Iterator["Values"]:
     kept = Values(variables_of(model), rarely_written=model.non_trainable_variables)
     numbers, old_numbers = random.getstate(), np.random.get_state()  # noqa: NPY002
     settings = keras.config.floatx(), keras.config.dtype_policy()
-    with _internals.same_global_state():
+    generators = _backends.trials().same_generators(model)
+    with _internals.same_global_state(), generators:
         try:
             yield kept
         finally:
@@ -36,13 +36,14 @@ def unchanged(model: Any) -> Iterator["Values"]:
 def in_float64() -> Iterator[None]:
     """A context in which new layers, losses and metrics compute in float64."""
     settings = keras.config.floatx(), keras.config.dtype_policy()
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
-    try:
-        yield
-    finally:
-        keras.config.set_floatx(settings[0])
-        keras.config.set_dtype_policy(settings[1])
+    with _backends.trials().in_float64():
+        keras.config.set_floatx("float64")
+        keras.config.set_dtype_policy("float64")
+        try:
+            yield
+        finally:
+            keras.config.set_floatx(settings[0])
+            keras.config.set_dtype_policy(settings[1])
 
 
 class Values:
@@ -61,13 +62,16 @@ class Values:
                 weights of frozen layers: a tensor shares the memory of its variable until then.
         """
         self._variables = unique(variables)
-        self._values = [tf.identity(_internals.raw_value(v)) for v in self._variables]
+        self._values: List[Any] = []
         lazily = {id(variable) for variable in rarely_written}
         self.bytes = 0
-        for place, variable in enumerate(self._variables):
-            if id(variable) not in lazily:
-                self._values[place] = np.array(self._values[place])
-                self.bytes += self._values[place].nbytes
+        for variable in self._variables:
+            value = _internals.raw_value(variable)
+            if id(variable) in lazily:
+                self._values.append(_backends.trials().kept(value))
+            else:
+                self._values.append(np.array(_backends.trials().array(value)))
+                self.bytes += self._values[-1].nbytes
 
     def put_back(self) -> None:
         """Gives the variables these values again."""

@@ -9,32 +9,19 @@ import torch
 from keras import tree
 
 from macrobatch import _internals
-from macrobatch._batches import checks, sequences
+from macrobatch._batches import checks
 from macrobatch._batches.cut import Cut
+from macrobatch._batches.sequences import MemoryAtOnce
 from macrobatch._keras import checks as keras_checks
 from macrobatch._keras import model as models
 from macrobatch._keras import report
 from macrobatch._keras.model import ModelStep
 from macrobatch._keras.scope import without
-from macrobatch._keras.sequences import low_precision
+from macrobatch._keras.sequences import fixed_parts, low_precision
 from macrobatch._keras.whole_batch import WholeBatchStep
 from macrobatch._torch import trial
 from macrobatch._torch.engine import ENGINE, on_device, same_draws
 from macrobatch._types import Batch, MicroBatches, Size, Tensor, Whole
-
-
-class Memory(sequences.Memory):
-    """Which parts of a batch had another size than the sequences, in any batch so far."""
-
-    def __init__(self) -> None:
-        self._differed: Dict[Any, List[bool]] = {}
-
-    def differed(self, kinds: Any) -> Sequence[bool]:
-        return self._differed.get(kinds, [False] * len(kinds))
-
-    def note(self, kinds: Any, differ: Sequence[Any]) -> None:
-        before = self.differed(kinds)
-        self._differed[kinds] = [one or bool(other) for one, other in zip(before, differ)]
 
 
 class Padding:
@@ -45,7 +32,7 @@ class Padding:
     """
 
     def __init__(self, cut: Cut):
-        self._cut, self._memory = cut, Memory()
+        self._cut, self._memory = cut, MemoryAtOnce()
         self.done = [False, False]
 
     def cut(self, model: Any, batch: Batch, examples: Size) -> MicroBatches:
@@ -150,18 +137,3 @@ def _with_metrics(model: Any, losses: List[Tensor], after: Dict[int, Any]) -> tr
         values = [after.get(id(variable)) for variable in metric.variables]
         found.setdefault(metric.name, []).extend(v for v in values if v is not None)
     return found
-
-
-def fixed_parts(declared: Sequence[Any], nest: Any, axis: int) -> List[Tensor]:
-    """What of a nest has a size along an axis that the model declares: no sequences, then."""
-    names = [tensor.name for tensor in declared]
-    leaves = tree.flatten(nest)
-    if isinstance(nest, dict) and set(names) <= set(nest):
-        leaves = [nest[name] for name in names]
-    if len(leaves) != len(declared):
-        return []
-    return [
-        leaf
-        for tensor, leaf in zip(declared, leaves)
-        if leaf is not None and len(tensor.shape) > axis and tensor.shape[axis] is not None
-    ]

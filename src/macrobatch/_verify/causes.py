@@ -4,10 +4,9 @@ import contextlib
 import functools
 from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
-import tensorflow as tf
-from keras import ops
+from keras import ops, tree
 
-from macrobatch import _internals
+from macrobatch import _backends, _internals
 from macrobatch._keras.report import trackers_of
 from macrobatch._keras.tried import Causes
 from macrobatch._types import Tensor
@@ -45,6 +44,7 @@ class Inquiry:
         self, runs: Runs, settings: Dict[str, Any], whole: Outcome, distance: Distance, look: Look
     ):
         self._runs, self._settings, self._look = runs, settings, look
+        self._trials = _backends.trials()
         self._whole, self._distance = whole, distance
         self._dtype = runs.subject.dtype
         self._tolerance = TOLERANCES.get(self._dtype, COARSE)
@@ -70,12 +70,11 @@ class Inquiry:
 
     def _rounding(self) -> float:
         """By how much the whole batch in another order differs."""
-        leaves = [leaf for leaf in tf.nest.flatten(self._runs.subject.batch) if leaf is not None]
-        if not all(isinstance(leaf, tf.Tensor) for leaf in leaves):
+        batch, engine = self._runs.subject.batch, self._trials.engine
+        leaves = [leaf for leaf in tree.flatten(batch) if leaf is not None]
+        if not all(engine.kind_of(leaf) == "dense" for leaf in leaves):
             return 0.0
-        turned = tf.nest.map_structure(
-            lambda leaf: None if leaf is None else leaf[::-1], self._runs.subject.batch
-        )
+        turned = tree.map_structure(lambda leaf: None if leaf is None else ops.flip(leaf, 0), batch)
         return self._runs.distance(self._runs.whole(batch=turned), self._whole).largest
 
     def _causes(self) -> List[Cause]:
@@ -156,7 +155,7 @@ class Inquiry:
 
     def _seen(self, look: Callable[[], Any], context: Context = contextlib.nullcontext) -> Any:
         """What a look into the model shows; None if the model runs in graphs only."""
-        with self._runs.running(context):
+        with self._runs.running(context), self._trials.looking():
             try:
                 return look()
             except Exception:  # The verdict is known: without a look, its cause is not.

@@ -7,18 +7,16 @@ import sys
 import warnings
 from typing import Any, Callable, ContextManager, Dict, List, NamedTuple, Optional, Tuple
 
-import keras
 import numpy as np
-import tensorflow as tf
 
-from macrobatch._accumulate import accumulate, release
+from macrobatch import _backends
+from macrobatch._accumulate import accumulate, accumulation_of, release
 from macrobatch._checks import ExactnessWarning
-from macrobatch._fit.install import accumulation_of
 from macrobatch._keras.report import overrides
 from macrobatch._keras.scope import is_seed, without
+from macrobatch._keras.trials import Seen
 from macrobatch._no_trace.compiled import value_of
 from macrobatch._no_trace.unchanged import Values, variables_of
-from macrobatch._tensorflow import sums
 from macrobatch._verify.replay import Replay
 from macrobatch._verify.report import Difference
 from macrobatch._verify.subject import Subject
@@ -96,11 +94,10 @@ class Runs:
         others = [v for v in without(self.model.variables, trained) if not is_seed(v)]
         self._others = self._by_path(without(others, self.model.metrics_variables))
         self._start = {p: value_of(v) for p, v in {**self._trained, **self._others}.items()}
-        self._kept = {
-            id(v): tf.Variable(tf.zeros(v.shape, v.dtype), trainable=False) for v in trained
-        }
+        self._trials = _backends.trials()
+        self._gradients = self._trials.gradients(trained)
         # The function of the plain step, and what its trace has seen of gradients.
-        self._plain: Tuple[Any, List[Any]] = (None, [])
+        self._plain: Tuple[Any, Seen] = (None, [])
 
     def whole(
         self,
@@ -120,7 +117,8 @@ class Runs:
         usual = context is contextlib.nullcontext and not (as_keras_does or self.is_own)
         self.model.train_function, seen = self._plain if usual else (None, [])
         batch = self.subject.batch if batch is None else batch
-        outcome = self._run(context, batch, seen, as_keras_does)
+        with self._trials.afresh(self.model):
+            outcome = self._run(context, batch, seen, as_keras_does)
         if usual:
             self._plain = self.model.train_function, seen
         return outcome
@@ -144,68 +142,40 @@ class Runs:
     def running(self, context: Context = contextlib.nullcontext) -> Any:
         """A context in which the model runs quietly, from the start, with the same draws."""
         with contextlib.ExitStack() as stack:
-            for each in (self.subject.settings(), self._replay(), context()):
+            settings = self.subject.settings()
+            for each in (settings, self._replay(), context(), self._trials.quiet()):
                 stack.enter_context(each)
             seen = stack.enter_context(warnings.catch_warnings(record=True))
             warnings.simplefilter("always")
-            logger = tf.get_logger()
-            level = logger.level
-            logger.setLevel("ERROR")  # TensorFlow counts new functions as traces of an old one
             try:
                 yield
             finally:
-                logger.setLevel(level)
                 self._values.put_back()
                 own = [each for each in seen if issubclass(each.category, ExactnessWarning)]
                 self.warned += [str(each.message) for each in own]  # each comes once
 
-    def _run(
-        self, context: Context, batch: Any, seen: List[Any], as_keras_does: bool = True
-    ) -> Outcome:
+    def _run(self, context: Context, batch: Any, seen: Seen, as_keras_does: bool = True) -> Outcome:
         self.subject.renew()
-        for kept in self._kept.values():
-            kept.assign(tf.zeros_like(kept))
+        self._gradients.forget()
         with self.running(context), self._recording(seen, as_keras_does):
             # With fit: a train step of the user's own may rely on how fit packs a batch.
-            data = tf.data.Dataset.from_tensors(keras.utils.pack_x_y_sample_weight(*batch))
-            logs = self.model.fit(data, verbose=0).history
-            told = any(id(variable) in self._kept for _, variable in seen)
+            logs = self.model.fit(self._trials.data_of(batch), verbose=0).history
+            trained = {id(variable) for variable in self._trained.values()}
+            told = any(variable in trained for variable, _ in seen)
             return Outcome(
-                {p: self._kept[id(v)].numpy() for p, v in self._trained.items()} if told else {},
+                {p: self._gradients.of(v) for p, v in self._trained.items()} if told else {},
                 {p: value_of(v) for p, v in self._trained.items()},
                 {p: value_of(v) for p, v in self._others.items()},
                 {name: float(value[0]) for name, value in logs.items() if np.ndim(value[0]) == 0},
-                any(isinstance(gradient, tf.IndexedSlices) for gradient, _ in seen),
+                any(is_sparse for _, is_sparse in seen),
             )
 
-    @contextlib.contextmanager
-    def _recording(self, seen: List[Any], as_keras_does: bool) -> Any:
+    def _recording(self, seen: Seen, as_keras_does: bool) -> ContextManager[Any]:
         """Keeps the gradients that the optimizer gets."""
         optimizer = self.model.optimizer
         if optimizer is None or self.is_own:
-            yield
-            return
-        plain = optimizer.apply
-
-        def apply(grads: Any, trainable_variables: Any = None) -> Any:
-            grads = list(grads)
-            variables = trainable_variables
-            if variables is None:
-                variables = list(self._trained.values())
-            for gradient, variable in zip(grads, variables):
-                seen.append((gradient, variable))
-                if gradient is not None and id(variable) in self._kept:
-                    kept = self._kept[id(variable)]
-                    kept.assign(tf.cast(sums.dense(gradient), kept.dtype))
-            return plain(
-                grads if as_keras_does else [sums.dense(gradient) for gradient in grads], variables
-            )
-
-        optimizer.apply = apply
-        try:
-            yield
-        finally:
-            del optimizer.apply
+            return contextlib.nullcontext()
+        return self._gradients.recorded(optimizer, seen, as_keras_does)
 
     def distance(self, one: Outcome, other: Outcome) -> Distance:
         """How far `one` is from `other`, the whole batch's."""

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from macrobatch import _internals
+from macrobatch import _backends, _internals
 from macrobatch._batches.in_order import InOrder
 from macrobatch._keras import batch_norm, meeting, report
 from macrobatch._keras import model as models
@@ -16,8 +16,6 @@ from macrobatch._keras.model import ModelStep, Outcome
 from macrobatch._keras.scope import Scope, without
 from macrobatch._keras.sequences import low_precision
 from macrobatch._keras.tried import Causes, Tried
-from macrobatch._meeting import verdict_of
-from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._types import Batch, MicroBatches, Whole, names
 
 # Values that differ by less, over the larger one, are the same but for rounding.
@@ -51,13 +49,15 @@ class Look:
         dtype: str,
     ):
         self._model, self._batch, self._weight = model, batch, weight
-        self.examples = int(ENGINE.examples(batch))
+        self._trials = _backends.trials()
+        self._engine = self._trials.engine
+        self.examples = int(self._engine.examples(batch))
         self.size = min(size, self.examples)
         self._tolerance = TOLERANCES.get(dtype, COARSE)
 
     def micro_batches(self) -> List[Batch]:
         """The micro-batches, in order."""
-        cut: MicroBatches = InOrder(self._batch, self.examples, self.size, ENGINE)
+        cut: MicroBatches = InOrder(self._batch, self.examples, self.size, self._engine)
         return [cut.get(run, i) for run in cut.runs for i in range(int(run.count))]
 
     def normalizing(self) -> List[str]:
@@ -88,12 +88,14 @@ class Look:
 
     def meeting(self) -> Causes:
         """The layers and losses in which examples meet."""
-        groups = meeting.groups(self._batch, self.examples, meeting.size_of(self.size), ENGINE)
+        groups = meeting.groups(
+            self._batch, self.examples, meeting.size_of(self.size), self._engine
+        )
         if groups is None:
             return Causes([], [])
-        tried = Tried(self._model, ENGINE, self._weight)
+        tried = Tried(self._model, self._engine, self._weight)
         coarse = low_precision(_internals.layers_of(self._model))
-        return tried.causes(verdict_of(tried.found, groups, coarse))
+        return tried.causes(self._trials.verdict(tried, groups, coarse))
 
     def metrics_of_the_step(self) -> List[str]:
         """The metrics that the forward pass or the loss updates, so once per micro-batch."""
@@ -105,7 +107,7 @@ class Look:
         return [m.name for m in own if any(id(v) in scope.written for v in m.variables)]
 
     def _step(self, weight: Optional[Callable[..., Any]]) -> ModelStep:
-        return ModelStep(self._model, True, ENGINE, weight)
+        return ModelStep(self._model, True, self._engine, weight)
 
     def _outcome(self, step: ModelStep, micro_batch: Batch) -> Outcome:
         return step(micro_batch, step.values(), Whole(self.examples, guesses=[]))
@@ -119,7 +121,7 @@ class Look:
         )
         none = ops.zeros([], keras.config.floatx())
         found = report.values_of(step.terms, step.counts, reported, counts, none).terms
-        return [np.asarray(value, "float64") for value in found]
+        return [np.asarray(ops.convert_to_numpy(value), "float64") for value in found]
 
     def _differ(self, one: Any, other: Any) -> bool:
         size = max(np.abs(one).max(initial=0.0), np.abs(other).max(initial=0.0))
@@ -127,7 +129,9 @@ class Look:
 
 
 def _flat(moments: batch_norm.Moments) -> Any:
-    return np.concatenate([np.ravel(moments.mean), np.ravel(moments.variance)])
+    return np.concatenate(
+        [np.ravel(ops.convert_to_numpy(each)) for each in (moments.mean, moments.variance)]
+    )
 
 
 def candidates(batch: Batch) -> Dict[str, Callable[..., Any]]:

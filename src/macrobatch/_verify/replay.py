@@ -8,7 +8,7 @@ from typing import Any, Dict, Iterator, List, Optional
 import keras
 from keras import ops
 
-from macrobatch import _internals
+from macrobatch import _backends, _internals
 from macrobatch._types import Tensor
 
 
@@ -40,7 +40,8 @@ class Replay:
     ) -> Tensor:
         # Drawn in float64, a copy of a model draws what the model draws.
         dtype = keras.backend.standardize_dtype(dtype)
-        kwargs["dtype"] = "float64" if keras.backend.is_float_dtype(dtype) else dtype
+        is_wide = keras.backend.is_float_dtype(dtype) and _backends.trials().can_draw_float64()
+        kwargs["dtype"] = "float64" if is_wide else dtype
         values = draw(self._of_all_examples(shape), *args, seed=self._seed(seed), **kwargs)
         return ops.broadcast_to(ops.cast(values, dtype), shape)
 

@@ -9,10 +9,9 @@ from typing import Any, Callable, Dict, List, NamedTuple, Tuple
 
 import keras
 import numpy as np
-import tensorflow as tf
-from keras import tree
+from keras import ops, tree
 
-from macrobatch import _internals
+from macrobatch import _backends, _internals
 from macrobatch._checks import one_line
 from macrobatch._keras.scope import Scope
 from macrobatch._no_trace import compiled
@@ -60,13 +59,13 @@ def copied(model: Any, batch: Batch) -> Subject:
     """A copy of a model in float64, with the same weights. Raises CannotCopy."""
     for name in ("train_step", "compile", "compute_loss", "compute_metrics"):
         own = vars(model).get(name)
-        if own is not None and not twins.is_installed(own):
+        if own is not None and not twins.is_installed(model, own):
             raise CannotCopy(f"{name} is set on the model itself")
     if twins.compiles_itself(model):
         raise CannotCopy(f"{type(model).__name__} overrides compile")
-    wide = _widened(batch)
     try:
         with in_float64():
+            wide = _widened(batch)
             clone = _clone(model)
             if not all(layer.built for layer in _internals.layers_of(clone)):
                 _internals.predictions(clone, wide[0], False)
@@ -190,10 +189,11 @@ def _config_in_float64(config: Any) -> Any:
 
 def _widened(batch: Batch) -> Batch:
     def widened(leaf: Any) -> Any:
-        is_float = leaf is not None and leaf.dtype.is_floating
-        return tf.cast(leaf, tf.float64) if is_float else leaf
+        if leaf is None or _wide(keras.backend.standardize_dtype(leaf.dtype)) != "float64":
+            return leaf
+        return ops.cast(leaf, "float64")
 
-    return tf.nest.map_structure(widened, batch)
+    return tree.map_structure(widened, batch)
 
 
 def _give_weights(model: Any, clone: Any) -> Dict[int, str]:
@@ -203,7 +203,7 @@ def _give_weights(model: Any, clone: Any) -> Dict[int, str]:
     if shapes[0] != shapes[1] or trained[0] != trained[1]:
         raise CannotCopy(f"a copy of {type(model).__name__} has other variables")
     for variable, other in zip(model.variables, clone.variables):
-        other.assign(tf.cast(value_of(variable), other.dtype))
+        other.assign(ops.cast(value_of(variable), other.dtype))
     for layer, other in zip(_internals.layers_of(model), _internals.layers_of(clone)):
         other.name = layer.name
     return {id(other): v.path for v, other in zip(model.variables, clone.variables)}
@@ -212,10 +212,11 @@ def _give_weights(model: Any, clone: Any) -> Dict[int, str]:
 def _results(model: Any, batch: Batch) -> List[Any]:
     """The predictions of a model and its loss, outside of training, and with nothing written."""
     x, y, sample_weight = batch
-    with Replay()(), Scope():
+    with Replay()(), Scope(), _backends.trials().looking():
         y_pred = _internals.predictions(model, x, False)
         loss = _internals.compute_loss(model, x, y, y_pred, sample_weight, False)
-    return [np.asarray(leaf, "float64") for leaf in tree.flatten((y_pred, loss))]
+    leaves = tree.flatten((y_pred, loss))
+    return [np.asarray(ops.convert_to_numpy(leaf), "float64") for leaf in leaves]
 
 
 def _check_faithful(found: List[Any], expected: List[Any], dtype: str) -> None:

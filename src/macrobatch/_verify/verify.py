@@ -5,9 +5,9 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
 
 import keras
 import numpy as np
-import tensorflow as tf
+from keras import tree
 
-from macrobatch import _internals
+from macrobatch import _backends, _internals
 from macrobatch._accumulate import settings_of
 from macrobatch._batches import checks as batch_checks
 from macrobatch._checks import one_line
@@ -17,7 +17,6 @@ from macrobatch._keras.finite import not_finite_parts
 from macrobatch._no_trace.compiled import SHORT
 from macrobatch._no_trace.data import first_batch
 from macrobatch._no_trace.unchanged import unchanged
-from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._types import Batch
 from macrobatch._verify import causes, messages, subject
 from macrobatch._verify.causes import Found, Inquiry
@@ -54,7 +53,7 @@ def verify(
     one tells as much.
 
     Args:
-        model: a compiled Keras 3 model on the TensorFlow backend, accumulated or not.
+        model: a compiled Keras 3 model on TensorFlow, JAX or torch, accumulated or not.
         x: the inputs of one batch; or a dataset as `fit` takes it, of which the first batch is
             taken. A generator then has lost it.
         y: the targets.
@@ -109,16 +108,20 @@ def verify(
         of=["x", "y", "sample_weight"],
     )
     probes.probe()
+    trials = _backends.trials()
     batch = first_batch(x, y, sample_weight)
-    settings = _with_number(settings, int(ENGINE.examples(batch)))
+    examples = int(trials.engine.examples(batch))
+    settings = _with_number(settings, examples)
     try:
         with unchanged(model):
             return _Verification(model, batch, settings, updates).report()
-    except tf.errors.ResourceExhaustedError as error:
+    except Exception as error:
+        if not trials.is_out_of_memory(error):
+            raise
         raise ValueError(
             "The whole batch must fit into memory, since it is what is compared with. Received: a "
-            f"batch of {int(ENGINE.examples(batch))} examples, which does not. Pass fewer of them, "
-            "of several micro-batches."
+            f"batch of {examples} examples, which does not. Pass fewer of them, of several "
+            "micro-batches."
         ) from error
 
 
@@ -137,11 +140,7 @@ def _check(model: Any) -> None:
             f"The model {model.name!r} must be compiled: verify makes an update with its loss and "
             "its optimizer. Received: a model without compile()."
         )
-    if tf.distribute.has_strategy():
-        raise ValueError(
-            "verify compares on one device. Received: a call in the scope of a strategy. Call it "
-            "outside of strategy.scope()."
-        )
+    _backends.trials().check()
 
 
 class _Compared(NamedTuple):
@@ -159,7 +158,8 @@ class _Verification:
         self._model, self._batch, self._settings = model, batch, settings
         self._updates = updates
         self._notes: List[str] = []
-        self._examples = int(ENGINE.examples(batch))
+        self._trials = _backends.trials()
+        self._examples = int(self._trials.engine.examples(batch))
         self._refusal: Optional[Cause] = None
 
     def report(self) -> Report:
@@ -223,8 +223,8 @@ class _Verification:
         try:
             made = subject.copied(self._model, self._batch)
             runs, whole = self._whole(made)
-        except (subject.CannotCopy, *_FAILURES) as error:
-            if isinstance(error, tf.errors.ResourceExhaustedError):
+        except (subject.CannotCopy, *_FAILURES, *self._trials.failures) as error:
+            if self._trials.is_out_of_memory(error):
                 raise
             is_known = isinstance(error, subject.CannotCopy)
             reason = str(error) if is_known else one_line(error, SHORT)
@@ -275,7 +275,7 @@ class _Verification:
         if "micro_batch_size" in self._settings:
             return int(self._settings["micro_batch_size"])
         axis = self._settings["sequence_axis"]
-        leaves = [leaf for leaf in tf.nest.flatten(self._batch) if leaf is not None]
+        leaves = [leaf for leaf in tree.flatten(self._batch) if leaf is not None]
         longest = max(
             (leaf.shape[axis] or 1 for leaf in leaves if len(leaf.shape) > axis), default=1
         )
@@ -319,7 +319,7 @@ class _NotFinite(Exception):
 
 
 # What a model may raise in another dtype.
-_FAILURES = (TypeError, ValueError, AttributeError, tf.errors.OpError)
+_FAILURES = (TypeError, ValueError, AttributeError)
 
 
 def _is_of_padding(error: ValueError) -> bool:
