@@ -1,5 +1,6 @@
 """How the steps get into a Keras model on JAX, and what goes with them in fit()."""
 
+import functools
 from typing import Any, Callable, Dict, List, Optional
 
 import jax
@@ -9,11 +10,14 @@ from macrobatch import _checks, _internals
 from macrobatch._batches.cut import Cut
 from macrobatch._jax import checks, devices
 from macrobatch._jax.engine import ENGINE
+from macrobatch._jax.finite import Finite, Halves
 from macrobatch._jax.meeting import Meeting
 from macrobatch._jax.steps import Steps, batch_of
 from macrobatch._jax.whole_batch import WholeBatchSteps
 from macrobatch._keras import model_checks
+from macrobatch._keras.guard import Guard
 from macrobatch._keras.report import overrides
+from macrobatch._keras.tried import Tried
 
 # The names of the parts of a state that Keras passes to steps.
 TRAINING = [
@@ -30,6 +34,7 @@ class Accumulation:
         model, cut, micro_batch_weight: what the user gave.
         steps: the train step and the test step.
         meeting: the trial whether examples meet.
+        finite: runs batches without examples that are not finite, if asked for.
     """
 
     def __init__(
@@ -51,6 +56,12 @@ class Accumulation:
         kind = WholeBatchSteps if whole_batch_loss else Steps
         self.steps = kind(model, cut, micro_batch_weight)
         self.meeting = Meeting(model, cut, not whole_batch_loss)
+        self.steps.guard = Guard(nonfinite)
+        self.finite = Finite(
+            model,
+            self.steps.guard,
+            lambda: Tried(model, ENGINE, micro_batch_weight, not whole_batch_loss),
+        )
         self._looks = False  # whether the size of the first batch of a fit is to be looked at
         self._replaced: Dict[str, Any] = {}
 
@@ -63,6 +74,8 @@ class Accumulation:
         if not overrides(self.model, "test_step"):  # One of its own sees the whole batch.
             methods["test_step"] = self.test_step
             methods["make_test_function"] = self.make_test_function
+        if self.steps.guard.is_wanted:
+            methods.update(fit=self.fit, reset_metrics=self.reset_metrics)
         for name, method in methods.items():
             if name in vars(self.model):
                 self._replaced[name] = vars(self.model)[name]
@@ -102,7 +115,10 @@ class Accumulation:
         self._looks = True
         if self.model.train_function is None or force:
             self.meeting.start()
-            step = self._compiled_train_step() if self._is_compiled() else self.train_step
+            if self.steps.guard.is_wanted:
+                step = functools.partial(self.finite.train_step, self._halves())
+            else:
+                step = self._compiled_train_step() if self._is_compiled() else self.train_step
             step = self._looking_at_first_batch(self._keeping_state(step, TRAINING))
             self.model.train_function = _internals.step_by_step(self.model, step)
 
@@ -113,6 +129,16 @@ class Accumulation:
             step = self._keeping_state(step, TESTING)
             self.model.test_function = _internals.step_by_step(self.model, step)
 
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """As Keras', with warnings of its own."""
+        self.finite.start()
+        return type(self.model).fit(self.model, *args, **kwargs)
+
+    def reset_metrics(self) -> None:
+        """As Keras', which calls it at the start of an epoch."""
+        type(self.model).reset_metrics(self.model)
+        self.finite.reset()
+
     def _is_compiled(self) -> bool:
         return bool(self.model.jit_compile) and not self.model.run_eagerly
 
@@ -122,8 +148,7 @@ class Accumulation:
         Gradients are computed first. The update then writes into the memory of the weights, so that
         there is one copy of them and of the optimizer's variables, as in Keras' own step.
         """
-        found_of = jax.jit(self.steps.found)
-        updated = jax.jit(self.steps.updated, donate_argnums=(0, 1))
+        found_of, updated = self._halves()
 
         def train_step(state: Any, data: Any) -> Any:
             # JAX computes while Python goes on, and raises later.
@@ -131,6 +156,13 @@ class Accumulation:
             return found.logs, tuple(updated(state[0], state[2], found))
 
         return train_step
+
+    def _halves(self) -> Halves:
+        """Gradients and update of a train step, compiled if steps are."""
+        if not self._is_compiled():
+            return Halves(self.steps.found, self.steps.updated)
+        updated = jax.jit(self.steps.updated, donate_argnums=(0, 1))
+        return Halves(jax.jit(self.steps.found), updated)
 
     def _keeping_state(self, step: Callable[..., Any], names: List[str]) -> Callable[..., Any]:
         """A step after whose failure the variables have the values from before it.
@@ -155,9 +187,11 @@ class Accumulation:
             if self._looks:
                 self._looks = False
                 self._warn_of_one_micro_batch(data)
-            self.meeting.state = result[1]
-            self.meeting.try_once(batch_of(data), self.micro_batch_weight)
-            self.meeting.state = None
+            trained_on = self.finite.latest if self.steps.guard.is_wanted else data
+            if trained_on is not None:
+                self.meeting.state = result[1]
+                self.meeting.try_once(batch_of(trained_on), self.micro_batch_weight)
+                self.meeting.state = None
             return result
 
         return looking

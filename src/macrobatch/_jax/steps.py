@@ -16,7 +16,8 @@ from macrobatch._jax import devices, loop
 from macrobatch._jax.engine import ENGINE, any_is_traced
 from macrobatch._jax.state import State, StateScope
 from macrobatch._keras import checks as keras_checks
-from macrobatch._keras import model_checks, probes, report
+from macrobatch._keras import finite, model_checks, probes, report
+from macrobatch._keras.guard import Guard
 from macrobatch._keras.model import ModelStep
 from macrobatch._keras.scope import Scope
 from macrobatch._types import Batch, Logs, MicroBatches, Part, Tensor, Whole
@@ -30,12 +31,14 @@ class Found(NamedTuple):
         others: the values after the batch of the variables that are not trained.
         metrics: likewise, of the metrics.
         logs: those of the whole batch.
+        is_finite: whether all numbers are that must be; nothing if nobody asks.
     """
 
     gradients: List[Tensor]
     others: List[Tensor]
     metrics: List[Tensor]
     logs: Logs
+    is_finite: Any = ()
 
 
 class Steps:
@@ -43,12 +46,14 @@ class Steps:
 
     Attributes:
         model, cut, micro_batch_weight: what the user gave.
+        guard: what tells which numbers must be finite, if asked for.
         shows_size: whether the size of micro-batches shows in the update; None if not yet known.
     """
 
     def __init__(self, model: Any, cut: Cut, micro_batch_weight: Optional[Callable[..., Any]]):
         probes.probe()
         self.model, self.cut, self.micro_batch_weight = model, cut, micro_batch_weight
+        self.guard = Guard()
         self.shows_size: Optional[bool] = None
 
     def train_step(self, state: Any, data: Any) -> Tuple[Logs, Any]:
@@ -117,7 +122,14 @@ class Steps:
             )
             told.write()
             model.written.write(part.written[1:], part.moments)
-            return Found(gradients, scope.others(), scope.metrics(), told.logs)
+            is_finite = self._is_finite(gradients, told.values, training)
+            return Found(gradients, scope.others(), scope.metrics(), told.logs, is_finite)
+
+    def _is_finite(self, gradients: List[Tensor], losses: Any, training: bool) -> Any:
+        """Whether all numbers are finite that must be; nothing if nobody asks."""
+        if not training or not self.guard.is_wanted:
+            return ()
+        return finite.all_finite(self.guard.numbers(gradients, tree.flatten(losses)))
 
     def _step(self, model: ModelStep, whole: Whole, weights: List[Tensor], scale: Any) -> Any:
         """The step of a micro-batch: a function of it, of values, and of the whole's counts."""

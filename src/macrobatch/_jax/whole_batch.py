@@ -42,7 +42,7 @@ class WholeBatchSteps(Steps):
                 found = model.loss(inputs, outputs, totals, after, examples, weights)
                 run = found.run._replace(value=None)
                 value = found.loss * self._scale(found.loss, training)
-                return jnp.sum(value), whole_batch.Found(jnp.zeros([]), found.logs, run)
+                return jnp.sum(value), whole_batch.Found(found.loss, found.logs, run)
 
             gradients: List[Tensor] = []
             arguments = floats, list(first.sums), weights
@@ -58,7 +58,8 @@ class WholeBatchSteps(Steps):
             else:
                 _, found = loss(*arguments)
             model.write(first.written, first.moments, found)
-            return Found(gradients, scope.others(), scope.metrics(), found.logs)
+            is_finite = self._is_finite(gradients, found.loss, training)
+            return Found(gradients, scope.others(), scope.metrics(), found.logs, is_finite)
 
     def _scale(self, loss: Tensor, training: bool) -> Tensor:
         return self._loss_scale().astype(loss.dtype) if training else jnp.ones([], loss.dtype)

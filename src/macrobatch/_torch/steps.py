@@ -19,6 +19,7 @@ from macrobatch._keras.scope import without
 from macrobatch._torch import checks, loop, sums
 from macrobatch._torch.compiled import CompiledCall
 from macrobatch._torch.engine import ENGINE, Draws, on_device, same_draws, to_tensors
+from macrobatch._torch.finite import Guard
 from macrobatch._torch.modules import Modules
 from macrobatch._torch.padding import Padding
 from macrobatch._types import Batch, Gradient, Logs, MicroBatches, Part, Tensor, Whole
@@ -31,6 +32,7 @@ class Steps:
         model, cut, micro_batch_weight: what the user gave.
         padding: what is known of padding, in testing and in training.
         modules: the torch modules inside the model.
+        guard: what keeps numbers that are not finite from being written, if asked for.
         examples: the number of examples in the latest batch.
         shows_size: whether the size of micro-batches shows in the update; None if not yet known.
     """
@@ -41,6 +43,7 @@ class Steps:
         self.padding = Padding(cut)
         self.modules = Modules(model)
         self.compiled = CompiledCall(model)
+        self.guard = Guard()
         self.examples = 0
         self.shows_size: Optional[bool] = None
 
@@ -81,6 +84,7 @@ class Steps:
             paddings = [count.padding for count in model.counts]
             total = gradients.total(sums.factors_of(part.counts, whole.guesses, paddings))
             told = self._told(model, part, penalty.detach(), micro_batches)
+            self.guard.check(total, told.values, told.logs)
         with torch.no_grad():
             self._update(model.trained, total)
             told.write()
