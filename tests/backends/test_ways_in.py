@@ -48,12 +48,6 @@ def test_sizes_that_are_found(size):
         macrobatch.accumulate(dense(), **size)
 
 
-@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
-def test_numbers_that_are_not_finite(nonfinite):
-    with pytest.raises(ValueError, match=r"nonfinite= is .* TensorFlow only.*TerminateOnNaN"):
-        macrobatch.accumulate(dense(), 3, nonfinite=nonfinite)
-
-
 def test_a_backend_that_cannot_train(monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "openvino")
     with pytest.raises(ValueError, match=r"JAX or torch.*'openvino' backend.*KERAS_BACKEND"):

@@ -20,17 +20,19 @@ class Examples:
         self._batch, self._engine = batch, engine
         self.count = int(engine.examples(batch))
 
-    def some(self, chosen: Sequence[int], as_many: bool = False) -> Batch:
+    def some(
+        self, chosen: Sequence[int], as_many: bool = False, beside: Sequence[int] = ()
+    ) -> Batch:
         """A batch of these examples only.
 
         Args:
             chosen: their places, in ascending order.
-            as_many: whether the batch gets as many examples as before, some of them again, so that
-                no shape changes.
+            as_many: whether the batch gets as many examples as before, so that no shape changes.
+            beside: the examples that it is filled up with; if there are none, the same ones again.
         """
         rows: List[int] = list(chosen)
         if as_many:
-            rows = sorted((rows * self.count)[: self.count])
+            rows = sorted([*rows, *list(beside or chosen) * self.count][: self.count])
         with self._engine.on_host():
             order = ops.convert_to_tensor(rows, "int32")
         return tree.map_structure(

@@ -122,9 +122,15 @@ class Skipping:
     def _bad(self, run: Run, examples: Any, among: List[int]) -> List[List[int]]:
         """The smallest groups of examples that are bad."""
         as_large = self.parts_are_as_large()
+        # What fills a part up. The same examples again might overflow, as they do not in the batch.
+        good: List[int] = []
 
         def is_bad(chosen: List[int]) -> bool:
-            return _is_bad(dict(run(examples.some(chosen, as_many=as_large))))
+            nonlocal good
+            found = _is_bad(dict(run(examples.some(chosen, as_large, good))))
+            if not found and len(chosen) > len(good):
+                good = chosen
+            return found
 
         with self._looking():
             return smallest_bad(is_bad, among, len(among) if as_large else self._size())
