@@ -29,7 +29,7 @@ _ELSEWHERE = {
     },
 }
 _FIT = "macrobatch.accumulate(model, micro_batch_size=8) with fit()"
-_ON_ANY = ("accumulate", "release")
+_ON_ANY = ("accumulate", "release", "GradientNoiseScale")
 INSTALL = (
     "Install one of them: pip install 'macrobatch[cpu]' (TensorFlow; for a GPU 'macrobatch[gpu]'), "
     "'macrobatch[jax]' or 'macrobatch[torch]'. On JAX and torch, set the environment variable "

@@ -22,8 +22,8 @@ X = RNG.normal(size=(24, 4))
 Y = np.sin(X.sum(1, keepdims=True))
 WEIGHTS = RNG.uniform(0.5, 2.0, [24, 6])
 TOKENS = RNG.integers(1, 9, (24, 6)) * (np.arange(6) < RNG.integers(1, 7, (24, 1)))
-# In batches of 8: a whole micro-batch of the first, all of the second, some of the last. What is left
-# has one size, for which JAX compiles once.
+# In batches of 8: a whole micro-batch of the first, all of the second, some of the last. What is
+# left has one size, for which JAX compiles once.
 BAD = [3, 4, 5, *range(8, 16), 17, 19, 23]
 
 

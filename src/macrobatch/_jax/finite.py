@@ -3,7 +3,7 @@
 A step goes from values to values. So a batch that must not be written leaves the state as it was.
 """
 
-from typing import Any, Callable, ContextManager, List, NamedTuple, Tuple
+from typing import Any, Callable, ContextManager, List, Tuple
 
 import jax
 from jax import numpy as jnp
@@ -11,7 +11,7 @@ from jax import numpy as jnp
 from macrobatch._batches.examples import Examples
 from macrobatch._jax.engine import ENGINE
 from macrobatch._jax.state import State, StateScope
-from macrobatch._jax.steps import Found, batch_of
+from macrobatch._jax.steps import Halves, batch_of
 from macrobatch._keras import finite
 from macrobatch._keras.guard import Guard
 from macrobatch._keras.model import ModelStep
@@ -19,18 +19,6 @@ from macrobatch._keras.scope import Scope
 from macrobatch._keras.skipping import NOT_FINITE, Skipping
 from macrobatch._keras.tried import Tried
 from macrobatch._types import Batch, Logs, Tensor
-
-
-class Halves(NamedTuple):
-    """The halves of a train step, compiled or not.
-
-    Attributes:
-        found: what a batch comes to, of a state and a batch.
-        updated: the state after the update, of weights, the optimizer's variables and `found`.
-    """
-
-    found: Callable[[Any, Batch], Found]
-    updated: Callable[[Any, Any, Found], Any]
 
 
 class Finite(Skipping):

@@ -10,14 +10,16 @@ from macrobatch import _checks, _internals
 from macrobatch._batches.cut import Cut
 from macrobatch._jax import checks, devices
 from macrobatch._jax.engine import ENGINE
-from macrobatch._jax.finite import Finite, Halves
+from macrobatch._jax.finite import Finite
 from macrobatch._jax.meeting import Meeting
-from macrobatch._jax.steps import Steps, batch_of
+from macrobatch._jax.noise import Turns
+from macrobatch._jax.steps import Halves, Steps, batch_of
 from macrobatch._jax.whole_batch import WholeBatchSteps
 from macrobatch._keras import model_checks
 from macrobatch._keras.guard import Guard
 from macrobatch._keras.report import overrides
 from macrobatch._keras.tried import Tried
+from macrobatch._noise.host import HostMeter
 
 # The names of the parts of a state that Keras passes to steps.
 TRAINING = [
@@ -35,6 +37,7 @@ class Accumulation:
         steps: the train step and the test step.
         meeting: the trial whether examples meet.
         finite: runs batches without examples that are not finite, if asked for.
+        noise: measures the gradient noise scale, if asked for.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Accumulation:
         kind = WholeBatchSteps if whole_batch_loss else Steps
         self.steps = kind(model, cut, micro_batch_weight)
         self.meeting = Meeting(model, cut, not whole_batch_loss)
+        self.noise = Turns()
         self.steps.guard = Guard(nonfinite)
         self.finite = Finite(
             model,
@@ -102,6 +106,16 @@ class Accumulation:
         if tests:
             model.make_test_function()
 
+    def meter(self, every: int, decay: float) -> HostMeter:
+        """What can measure the gradient noise scale of this model."""
+        return HostMeter(ENGINE, every, decay)
+
+    def measure(self, meter: Optional[HostMeter]) -> None:
+        """Measures the gradient noise scale from the next batch on, or no more."""
+        if meter is not None:
+            model_checks.can_be_measured(False, isinstance(self.steps, WholeBatchSteps))
+        self.noise.meter = meter
+
     def train_step(self, state: Any, data: Any) -> Any:
         """As Keras', on micro-batches."""
         return self.steps.train_step(state, data)
@@ -113,12 +127,14 @@ class Accumulation:
     def make_train_function(self, force: bool = False) -> None:
         """As Keras', which calls it once at the start of a fit."""
         self._looks = True
+        self.noise.meter = None  # A fit that measured may have been interrupted.
         if self.model.train_function is None or force:
             self.meeting.start()
+            halves = self.noise.watching(self._halves(), self._halves(measures=True).found)
             if self.steps.guard.is_wanted:
-                step = functools.partial(self.finite.train_step, self._halves())
+                step = functools.partial(self.finite.train_step, halves)
             else:
-                step = self._compiled_train_step() if self._is_compiled() else self.train_step
+                step = self._train_step_of(halves)
             step = self._looking_at_first_batch(self._keeping_state(step, TRAINING))
             self.model.train_function = _internals.step_by_step(self.model, step)
 
@@ -142,13 +158,13 @@ class Accumulation:
     def _is_compiled(self) -> bool:
         return bool(self.model.jit_compile) and not self.model.run_eagerly
 
-    def _compiled_train_step(self) -> Callable[..., Any]:
+    def _train_step_of(self, halves: Halves) -> Callable[..., Any]:
         """A train step that gives the memory of a state away only when nothing can fail any more.
 
         Gradients are computed first. The update then writes into the memory of the weights, so that
         there is one copy of them and of the optimizer's variables, as in Keras' own step.
         """
-        found_of, updated = self._halves()
+        found_of, updated = halves
 
         def train_step(state: Any, data: Any) -> Any:
             # JAX computes while Python goes on, and raises later.
@@ -157,12 +173,12 @@ class Accumulation:
 
         return train_step
 
-    def _halves(self) -> Halves:
+    def _halves(self, measures: bool = False) -> Halves:
         """Gradients and update of a train step, compiled if steps are."""
+        found = functools.partial(self.steps.found, measures=measures)
         if not self._is_compiled():
-            return Halves(self.steps.found, self.steps.updated)
-        updated = jax.jit(self.steps.updated, donate_argnums=(0, 1))
-        return Halves(jax.jit(self.steps.found), updated)
+            return Halves(found, self.steps.updated)
+        return Halves(jax.jit(found), jax.jit(self.steps.updated, donate_argnums=(0, 1)))
 
     def _keeping_state(self, step: Callable[..., Any], names: List[str]) -> Callable[..., Any]:
         """A step after whose failure the variables have the values from before it.
@@ -183,7 +199,8 @@ class Accumulation:
 
     def _looking_at_first_batch(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def looking(state: Any, data: Any) -> Any:
-            result = step(state, data)
+            logs, after = step(state, data)
+            result = {**logs, **self.noise.logs()}, after
             if self._looks:
                 self._looks = False
                 self._warn_of_one_micro_batch(data)

@@ -12,7 +12,7 @@ from keras import tree
 from macrobatch import _checks, _internals, _optimizer_checks
 from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
-from macrobatch._jax import devices, loop
+from macrobatch._jax import devices, loop, squares
 from macrobatch._jax.engine import ENGINE, any_is_traced
 from macrobatch._jax.state import State, StateScope
 from macrobatch._keras import checks as keras_checks
@@ -32,6 +32,7 @@ class Found(NamedTuple):
         metrics: likewise, of the metrics.
         logs: those of the whole batch.
         is_finite: whether all numbers are that must be; nothing if nobody asks.
+        squares: what was measured for the gradient noise scale; nothing if nothing was.
     """
 
     gradients: List[Tensor]
@@ -39,6 +40,19 @@ class Found(NamedTuple):
     metrics: List[Tensor]
     logs: Logs
     is_finite: Any = ()
+    squares: Any = ()
+
+
+class Halves(NamedTuple):
+    """The halves of a train step, compiled or not.
+
+    Attributes:
+        found: what a batch comes to, of a state and a batch.
+        updated: the state after the update, of weights, the optimizer's variables and `found`.
+    """
+
+    found: Callable[[Any, Batch], Found]
+    updated: Callable[[Any, Any, Found], Any]
 
 
 class Steps:
@@ -67,9 +81,15 @@ class Steps:
         found = self._on_devices(State(trained, others, [], metrics), data, training=False)
         return found.logs, (trained, found.others, found.metrics)
 
-    def found(self, state: Any, data: Any) -> Found:
-        """What a batch comes to: everything but the update."""
-        return self._on_devices(State(*state), data, training=True)
+    def found(self, state: Any, data: Any, measures: bool = False) -> Found:
+        """What a batch comes to: everything but the update.
+
+        Args:
+            state: the state before it.
+            data: the batch.
+            measures: whether to measure the gradient noise scale.
+        """
+        return self._on_devices(State(*state), data, training=True, measures=measures)
 
     def updated(self, trained: List[Tensor], of_optimizer: List[Tensor], found: Found) -> State:
         """The state after the update."""
@@ -82,18 +102,20 @@ class Steps:
             _checks.warn("The model does not have any trainable weights.")
         return State(trained, found.others, of_optimizer, found.metrics)
 
-    def _on_devices(self, state: State, data: Any, training: bool) -> Found:
+    def _on_devices(self, state: State, data: Any, training: bool, measures: bool = False) -> Found:
         batch, examples = in_order.checked(batch_of(data), ENGINE)
         _optimizer_checks.optimizer(self.model.optimizer)
         model_checks.splittable_layers(_internals.layers_of(self.model))
         model_checks.no_overwriting_variables(self.model.trainable_weights)
 
         def found(state: State, batch: Batch) -> Found:
-            return self._found(state, batch, int(examples), training)
+            return self._found(state, batch, int(examples), training, measures)
 
         return devices.spread(found, state, batch)
 
-    def _found(self, state: State, batch: Batch, examples: int, training: bool) -> Found:
+    def _found(
+        self, state: State, batch: Batch, examples: int, training: bool, measures: bool
+    ) -> Found:
         """What a batch, or this device's part of it, comes to."""
         own = ENGINE.examples(batch)
         micro_batches = self.cut.apply(batch, own, ENGINE)
@@ -102,10 +124,11 @@ class Steps:
             model = ModelStep(self.model, training, ENGINE, self.micro_batch_weight)
             scale = self._loss_scale() if training else 1.0
             penalty, penalties = self._penalty(model, state.trained if training else [], scale)
-            step = self._step(model, whole, state.trained, scale)
+            step = self._step(model, whole, state.trained, scale, measures)
             part = self._run(step, model, micro_batches, compiled)
             count = len(model.trained)
-            sums = ENGINE.sum_over_replicas(part.sums[:count])
+            own_sums = count + (squares.SIZE if measures else 0)
+            sums = ENGINE.sum_over_replicas(part.sums[:own_sums])
             gradients = [
                 (one + other).astype(weight.dtype)
                 for one, other, weight in zip(sums, penalties, state.trained)
@@ -113,7 +136,7 @@ class Steps:
             told = report.told(
                 model,
                 penalty,
-                part.sums[count:],
+                part.sums[own_sums:],
                 part.counts,
                 part.written[1:],
                 part.latest,
@@ -123,7 +146,8 @@ class Steps:
             told.write()
             model.written.write(part.written[1:], part.moments)
             is_finite = self._is_finite(gradients, told.values, training)
-            return Found(gradients, scope.others(), scope.metrics(), told.logs, is_finite)
+            measured = squares.of_batch(sums, penalties, examples, scale) if measures else ()
+            return Found(gradients, scope.others(), scope.metrics(), told.logs, is_finite, measured)
 
     def _is_finite(self, gradients: List[Tensor], losses: Any, training: bool) -> Any:
         """Whether all numbers are finite that must be; nothing if nobody asks."""
@@ -131,7 +155,9 @@ class Steps:
             return ()
         return finite.all_finite(self.guard.numbers(gradients, tree.flatten(losses)))
 
-    def _step(self, model: ModelStep, whole: Whole, weights: List[Tensor], scale: Any) -> Any:
+    def _step(
+        self, model: ModelStep, whole: Whole, weights: List[Tensor], scale: Any, measures: bool
+    ) -> Any:
         """The step of a micro-batch: a function of it, of values, and of the whole's counts."""
 
         def step(micro_batch: Batch, values: List[Tensor], counts: Tensor) -> Part:
@@ -150,8 +176,13 @@ class Steps:
             there = outcome.is_there
             if there is not None:  # Where a micro-batch counts nothing, gradients may be 0 / 0.
                 gradients = [jnp.where(there, g, jnp.zeros_like(g)) for g in gradients]
+            gradients = [widened(gradient) for gradient in gradients]
+            measured: List[Tensor] = []
+            if measures:
+                examples = int(ENGINE.examples(micro_batch))
+                measured = squares.of_micro_batch(gradients, whole.examples / examples)
             return Part(
-                [*map(widened, gradients), *outcome.reported],
+                [*gradients, *measured, *outcome.reported],
                 outcome.counts,
                 outcome.written,
                 outcome.moments,

@@ -26,7 +26,9 @@ from macrobatch._types import Batch, Forward, MicroBatches, Part, Run, Size, Ten
 class WholeBatchSteps(Steps):
     """The steps of one model, in two passes."""
 
-    def _found(self, state: State, batch: Batch, examples: int, training: bool) -> Found:
+    def _found(
+        self, state: State, batch: Batch, examples: int, training: bool, measures: bool
+    ) -> Found:
         micro_batches = self.cut.apply(batch, examples, ENGINE)
         compiled, weights = any_is_traced((batch, state)), state.trained if training else []
         with StateScope(self.model, state) as scope:

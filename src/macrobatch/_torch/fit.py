@@ -7,6 +7,8 @@ from macrobatch._batches.cut import Cut
 from macrobatch._keras import model_checks
 from macrobatch._keras.report import overrides
 from macrobatch._keras.tried import Tried
+from macrobatch._noise import checks as noise_checks
+from macrobatch._noise.host import HostMeter
 from macrobatch._torch import checks
 from macrobatch._torch.compiled import left_to_steps
 from macrobatch._torch.engine import ENGINE
@@ -92,6 +94,17 @@ class Accumulation:
         if tests:
             model.make_test_function()
 
+    def meter(self, every: int, decay: float) -> HostMeter:
+        """What can measure the gradient noise scale of this model."""
+        return HostMeter(ENGINE, every, decay)
+
+    def measure(self, meter: Optional[HostMeter]) -> None:
+        """Measures the gradient noise scale from the next batch on, or no more."""
+        if meter is not None:
+            model_checks.can_be_measured(False, isinstance(self.steps, WholeBatchSteps))
+            noise_checks.in_any_order(self.cut.axis)
+        self.steps.meter = meter
+
     def train_step(self, data: Any) -> Logs:
         """As Keras', on micro-batches."""
         steps, batch = self.steps, self.steps.batch_of(data)
@@ -130,6 +143,7 @@ class Accumulation:
     def make_train_function(self, force: bool = False) -> Any:
         """As Keras', which calls it once at the start of a fit."""
         self._looks = True
+        self.steps.meter = None  # A fit that measured may have been interrupted.
         if self.model.train_function is None or force:
             self.meeting.start()
             self.steps.forget(training=True)
