@@ -26,7 +26,7 @@ def test_settings_are_known_until_release():
     assert settings_of(macrobatch.release(model)) is None
 
 
-NAMES = ["GradientNoiseScale", "find_micro_batch_size", "verify", "wait_for_workers"]
+NAMES = ["find_micro_batch_size", "verify", "wait_for_workers"]
 
 
 @pytest.mark.parametrize("name", [*NAMES, "value_and_gradients", "GradientAccumulator"])

@@ -131,10 +131,9 @@ class Accumulation:
         if self.model.train_function is None or force:
             self.meeting.start()
             halves = self.noise.watching(self._halves(), self._halves(measures=True).found)
+            step = self._train_step_of(halves)
             if self.steps.guard.is_wanted:
                 step = functools.partial(self.finite.train_step, halves)
-            else:
-                step = self._train_step_of(halves)
             step = self._looking_at_first_batch(self._keeping_state(step, TRAINING))
             self.model.train_function = _internals.step_by_step(self.model, step)
 
