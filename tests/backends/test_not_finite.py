@@ -27,6 +27,11 @@ TOKENS = RNG.integers(1, 9, (24, 6)) * (np.arange(6) < RNG.integers(1, 7, (24, 1
 BAD = [3, 4, 5, *range(8, 16), 17, 19, 23]
 
 
+def slow_on_jax(test):
+    """Leaves a test to `make test-all` where it mostly compiles, and others like it run."""
+    return thorough(test) if BACKEND == "jax" else test
+
+
 def with_bad(values, value=np.nan, bad=BAD):
     values = values.copy()
     values[bad] = value
@@ -179,11 +184,13 @@ def pairs(y_true, y_pred):
     return ops.mean((y_pred - ops.transpose(y_true)) ** 2, axis=-1)
 
 
+@slow_on_jax
 def test_losses_of_the_whole_batch(quiet):
     cut = {**SKIP, "whole_batch_loss": True}
     check(mlp, (with_bad(X), Y), (X, Y), cut=cut, loss=pairs, metrics=["mae"], epochs=1)
 
 
+@slow_on_jax
 def test_layers_that_draw_and_normalise(quiet):
     """The step is that of a smaller batch: seeds, draws and statistics."""
 
@@ -204,6 +211,7 @@ def test_layers_that_draw_and_normalise(quiet):
     assert_ended(ended(found[0]), found[1])
 
 
+@slow_on_jax
 def test_train_on_batch(quiet):
     bad, found = [1, 14], []
     plainly, _ = batches_of((X[:16], Y[:16]), bad)
@@ -244,6 +252,7 @@ def test_warnings():
     assert list(model.train_on_batch(X[:8], Y[:8], return_dict=True)) == ["loss", "mae"]
 
 
+@slow_on_jax
 def test_examples_that_meet_are_found_among_the_others(quiet, with_trial):
     """Numbers that are not finite show nothing."""
 
@@ -270,6 +279,7 @@ def test_examples_that_are_bad_only_together():
 # Refused
 
 
+@slow_on_jax
 def test_an_error_that_changes_nothing():
     """Weights, slots, seeds, statistics and metrics."""
     model = mlp(layers.Dropout(0.5), layers.BatchNormalization())
