@@ -28,8 +28,10 @@ class Turns:
 
         def found(state: Any, batch: Batch) -> Any:
             nonlocal examples
+            if self.meter is None:
+                return halves.found(state, batch)
             examples = int(ENGINE.examples(batch))
-            is_turn = self.meter is not None and self.meter.is_turn and len(state[0])
+            is_turn = self.meter.is_turn and len(state[0])
             return (measured if is_turn else halves.found)(state, batch)
 
         def updated(trained: Any, of_optimizer: Any, found: Any) -> Any:
