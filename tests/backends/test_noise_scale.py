@@ -94,7 +94,7 @@ def test_batches_that_tell_nothing():
     """One that is not cut, and one that is left out as a whole."""
     model = macrobatch.accumulate(compiled(regularised), 10, nonfinite="skip")
     measured = macrobatch.GradientNoiseScale()
-    x = np.concatenate([X * np.nan, X])
+    x = np.concatenate([X, X * np.nan])
     fit = {"batch_size": 10, "shuffle": False, "verbose": 0, "callbacks": [measured]}
     logs = model.fit(x, np.concatenate([Y, Y]), **fit).history
     assert math.isnan(logs["noise_scale"][0])

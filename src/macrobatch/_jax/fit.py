@@ -19,6 +19,7 @@ from macrobatch._keras import model_checks
 from macrobatch._keras.guard import Guard
 from macrobatch._keras.report import overrides
 from macrobatch._keras.tried import Tried
+from macrobatch._noise import checks as noise_checks
 from macrobatch._noise.host import HostMeter
 
 # The names of the parts of a state that Keras passes to steps.
@@ -114,6 +115,7 @@ class Accumulation:
         """Measures the gradient noise scale from the next batch on, or no more."""
         if meter is not None:
             model_checks.can_be_measured(False, isinstance(self.steps, WholeBatchSteps))
+            noise_checks.in_any_order(self.cut.axis)
         self.noise.meter = meter
 
     def train_step(self, state: Any, data: Any) -> Any:

@@ -120,7 +120,7 @@ class Accumulation:
             self._looks, examples = False, ENGINE.examples(batch)
             if self.cut.size and examples <= self.cut.size:
                 _checks.warn(model_checks.no_accumulation(examples, self.cut.size, 1))
-        return logs
+        return logs if steps.meter is None else {**logs, **steps.meter.logs()}
 
     def _on_trial_again(self, examples: int) -> None:
         """Lets the trial of padding be made with other examples, if it was made with these."""

@@ -15,7 +15,6 @@ from macrobatch._keras import checks as keras_checks
 from macrobatch._keras import model as models
 from macrobatch._keras import model_checks, probes, report
 from macrobatch._keras.model import ModelStep
-from macrobatch._keras.noise import Squares
 from macrobatch._keras.scope import without
 from macrobatch._noise.host import HostMeter
 from macrobatch._torch import checks, loop, sums
@@ -97,14 +96,9 @@ class Steps:
             self._update(model.trained, total)
             told.write()
             model.written.write(part.written[1:], part.moments)
-        return {**told.logs, **self._measured(squares)}
-
-    def _measured(self, squares: Optional[Squares]) -> Logs:
-        """What to add to the logs, after an update of which this was measured."""
-        if self.meter is None:
-            return {}
-        self.meter.add(self.examples, squares)
-        return self.meter.logs()
+        if self.meter is not None:
+            self.meter.add(self.examples, squares)
+        return told.logs
 
     def test_step(self, data: Any) -> Logs:
         """Reports the loss and the metrics of the whole batch."""
