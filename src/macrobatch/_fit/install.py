@@ -115,10 +115,6 @@ class Accumulation(Functions):
         if tests:
             model.make_test_function()
 
-    def meter(self, every: int, decay: float) -> Meter:
-        """What can measure the gradient noise scale of this model."""
-        return Meter(self.strategy, every, decay)
-
     def measure(self, noise: Optional[Meter]) -> None:
         """Measures the gradient noise scale from the next batch on, or no more."""
         if noise is not None:
