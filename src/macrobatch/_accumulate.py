@@ -118,7 +118,7 @@ def accumulate(
     of_whole_batch = checks.whole_batch_loss(whole_batch_loss, weight)
     one_of("nonfinite", nonfinite, NONFINITE)
     checks.keras_model(model)
-    _backends.check_settings(keras.backend.backend(), is_auto, nonfinite)
+    _backends.check_settings(keras.backend.backend(), is_auto)
     if cut.axis is not None:
         batch_checks.free_lengths(inputs_of(model), cut.axis)
     optimizer = getattr(model, "optimizer", None)

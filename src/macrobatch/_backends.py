@@ -31,7 +31,7 @@ _ELSEWHERE = {
     },
 }
 _FIT = "macrobatch.accumulate(model, micro_batch_size=8) with fit()"
-_ON_ANY = ("accumulate", "release", "verify")
+_ON_ANY = ("accumulate", "release", "verify", "GradientNoiseScale")
 INSTALL = (
     "Install one of them: pip install 'macrobatch[cpu]' (TensorFlow; for a GPU 'macrobatch[gpu]'), "
     "'macrobatch[jax]' or 'macrobatch[torch]'. On JAX and torch, set the environment variable "
@@ -61,19 +61,13 @@ def check(name: str) -> None:
         )
 
 
-def check_settings(name: str, is_auto: bool, nonfinite: str) -> None:
+def check_settings(name: str, is_auto: bool) -> None:
     """Raises for settings that only TensorFlow has so far."""
     if name != TENSORFLOW and is_auto:
         raise ValueError(
             "Sizes that are found while training are available on TensorFlow only so far. "
             f'Received: "auto", or no size, for a model on the {name!r} backend. Expected: a '
             "number, micro_batch_size=8 for instance."
-        )
-    if name != TENSORFLOW and nonfinite != "propagate":
-        raise ValueError(
-            "nonfinite= is available on TensorFlow only so far. Received: "
-            f"nonfinite={nonfinite!r} for a model on the {name!r} backend. Leave it out. "
-            "keras.callbacks.TerminateOnNaN stops a training whose loss is not a number."
         )
 
 

@@ -1,14 +1,14 @@
 """GradientNoiseScale: whether a larger batch is worth it, from what accumulation has anyway."""
 
-from typing import Any, Optional
+from typing import Any
 
 import keras
 
-from macrobatch import _noise
-from macrobatch._fit import install
+from macrobatch._accumulate import accumulation_of
+from macrobatch._noise.scale import NoiseScale
 
 
-class GradientNoiseScale(_noise.NoiseScale, keras.callbacks.Callback):
+class GradientNoiseScale(NoiseScale, keras.callbacks.Callback):
     """Measures the gradient noise scale: how large a batch makes good use of its examples.
 
     Gradients of micro-batches differ from each other. How much they differ, compared with the
@@ -20,7 +20,8 @@ class GradientNoiseScale(_noise.NoiseScale, keras.callbacks.Callback):
     As a callback of `fit`, for a model that `macrobatch.accumulate` has prepared, it adds
     `noise_scale` and `gradient_norm` to the logs of every batch and epoch, so that History and
     TensorBoard have them. At the end it prints the advice in one sentence (not with `verbose=0`).
-    In a loop of your own, pass it to `macrobatch.value_and_gradients(..., noise_scale=)`.
+    In a loop of your own, on TensorFlow, pass it to
+    `macrobatch.value_and_gradients(..., noise_scale=)`.
 
     The update stays as it is. Without the callback nothing is measured, and nothing is paid.
 
@@ -50,12 +51,12 @@ class GradientNoiseScale(_noise.NoiseScale, keras.callbacks.Callback):
 
     def __init__(self, every: int = 10, decay: float = 0.95):
         keras.callbacks.Callback.__init__(self)
-        _noise.NoiseScale.__init__(self, every, decay)
-        self._accumulation: Optional[install.Accumulation] = None
+        NoiseScale.__init__(self, every, decay)
+        self._accumulation: Any = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Starts to measure. Nothing has been trained yet."""
-        accumulation = install.accumulation_of(self.model)
+        accumulation = accumulation_of(self.model)
         if accumulation is None:
             raise ValueError(
                 "GradientNoiseScale needs the gradients of micro-batches. Received: the model "
@@ -63,7 +64,7 @@ class GradientNoiseScale(_noise.NoiseScale, keras.callbacks.Callback):
                 "macrobatch.accumulate(model, micro_batch_size=...) before fit()."
             )
         self.restart()
-        accumulation.measure(self.meter(accumulation.strategy))
+        accumulation.measure(self.meter(accumulation.meter))
         self._accumulation = accumulation
 
     def on_train_end(self, logs: Any = None) -> None:

@@ -1,10 +1,11 @@
 """value_and_gradients: the loss and the gradients of a whole batch, for loops of your own."""
 
+import functools
 from typing import Any, Callable, List, Optional, Tuple, Union
 
 import tensorflow as tf
 
-from macrobatch import _internals, _noise
+from macrobatch import _internals
 from macrobatch._batches import checks as batch_checks
 from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
@@ -15,6 +16,9 @@ from macrobatch._keras import stateless
 from macrobatch._keras.scope import Written
 from macrobatch._keras.sequences import low_precision
 from macrobatch._meeting import OfForward, OfLossFn
+from macrobatch._noise import checks as noise_checks
+from macrobatch._noise.meter import Meter
+from macrobatch._noise.scale import NoiseScale, checked
 from macrobatch._own_steps import patches
 from macrobatch._sizes import limit as limits
 from macrobatch._tensorflow import checks, graph, replicas, sums, trial
@@ -38,7 +42,7 @@ def value_and_gradients(
     has_aux: bool = False,
     forward: Optional[Callable[[Any], Any]] = None,
     memory_limit: Union[int, float, str, None] = None,
-    noise_scale: Optional[_noise.NoiseScale] = None,
+    noise_scale: Optional[NoiseScale] = None,
 ) -> Tuple[Any, Any]:
     """The loss of a whole batch and its gradients, in the memory of a micro-batch.
 
@@ -159,9 +163,9 @@ def value_and_gradients(
     if forward is not None:
         loss_fns.checked_forward(forward)
     if noise_scale is not None:
-        _noise.checked(noise_scale)
-        _noise.whole_gradient(forward is not None, replicas.in_several())
-        _noise.in_any_order(sequence_axis)
+        checked(noise_scale)
+        noise_checks.whole_gradient(forward is not None, replicas.in_several())
+        noise_checks.in_any_order(sequence_axis)
     arguments = (loss_fn, variables, batch, cut, has_aux, forward, status, noise_scale)
     if batch_checks.AUTO in sizes:
         return _with_auto_size(arguments, sizes[1] == batch_checks.AUTO, memory_limit)
@@ -196,7 +200,7 @@ def _value_and_gradients(
     has_aux: bool,
     forward: Optional[Callable[[Any], Any]],
     status: Any,
-    noise_scale: Optional[_noise.NoiseScale],
+    noise_scale: Optional[NoiseScale],
 ) -> Tuple[Any, Any]:
     trained = [checks.variable(variable) for variable in tf.nest.flatten(variables)]
     checks.no_variables(trained)
@@ -221,7 +225,11 @@ def _value_and_gradients(
         found = tf.nest.pack_sequence_as(variables, found)
         return ((loss, aux) if has_aux else loss), found
     written = Written([], trained, ENGINE)
-    noise = None if noise_scale is None else noise_scale.meter().start(examples)
+    noise = (
+        None
+        if noise_scale is None
+        else noise_scale.meter(functools.partial(Meter, None)).start(examples)
+    )
 
     def step(micro_batch: Batch, values: Any, counts: Any, how: How) -> Part:
         scale, *own = values

@@ -26,7 +26,7 @@ def test_settings_are_known_until_release():
     assert settings_of(macrobatch.release(model)) is None
 
 
-NAMES = ["GradientNoiseScale", "find_micro_batch_size", "wait_for_workers"]
+NAMES = ["find_micro_batch_size", "wait_for_workers"]
 
 
 @pytest.mark.parametrize("name", [*NAMES, "value_and_gradients", "GradientAccumulator"])
@@ -46,12 +46,6 @@ def test_what_to_use_in_a_loop_of_ones_own(name):
 def test_sizes_that_are_found(size):
     with pytest.raises(ValueError, match=r"TensorFlow only.*micro_batch_size=8"):
         macrobatch.accumulate(dense(), **size)
-
-
-@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
-def test_numbers_that_are_not_finite(nonfinite):
-    with pytest.raises(ValueError, match=r"nonfinite= is .* TensorFlow only.*TerminateOnNaN"):
-        macrobatch.accumulate(dense(), 3, nonfinite=nonfinite)
 
 
 def test_a_backend_that_cannot_train(monkeypatch):

@@ -13,8 +13,8 @@ from support import MODES, thorough, thorough_for
 from test_accumulator_everywhere import mirrored
 
 import macrobatch
-from macrobatch import _noise
 from macrobatch._fit.noise import Turns
+from macrobatch._noise.checks import sentence
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=[10, 4]), RNG.normal(size=[10, 1])
@@ -293,7 +293,7 @@ def test_bad_arguments(arguments):
     ],
 )
 def test_the_advice(scale, batch, text):
-    assert text in _noise.sentence(scale, batch)
+    assert text in sentence(scale, batch)
 
 
 # Loops

@@ -4,7 +4,7 @@ from mutant import Mutant
 
 FIT, ROOM = "fit/test_noise_scale.py::", "rooms/test_noise.py::"
 BY_HAND = FIT + "test_as_written_out"
-ARITHMETIC, METER, STEPS = "_keras/noise.py", "_noise.py", "_fit/noise.py"
+ARITHMETIC, METER, STEPS = "_keras/noise.py", "_noise/meter.py", "_fit/noise.py"
 
 MUTANTS = [
     Mutant(

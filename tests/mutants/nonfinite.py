@@ -4,7 +4,8 @@ from mutant import Mutant
 
 FIT, SEARCH = "fit/test_not_finite.py::", "rooms/test_bad_examples.py::"
 UPDATE = FIT + "test_the_update_of_the_other_examples[graph]"
-GUARD, FINITE = "_fit/guard.py", "_fit/finite.py"
+GUARD, NUMBERS = "_fit/guard.py", "_keras/guard.py"
+FINITE = "_keras/skipping.py"
 INSTALL, EXAMPLES = "_fit/install.py", "_tensorflow/examples.py"
 
 MUTANTS = [
@@ -24,21 +25,21 @@ MUTANTS = [
     ),
     Mutant(
         "not finite: gradients are not looked at",
-        GUARD,
+        NUMBERS,
         "*([] if self._scales else gradients)",
         "*gradients[:0]",
         (FIT + "test_where_numbers_stop_being_finite",),
     ),
     Mutant(
         "not finite: losses are not looked at",
-        GUARD,
-        "*tf.nest.flatten(losses)]",
-        "*tf.nest.flatten(losses)[:0]]",
+        NUMBERS,
+        ", *losses]",
+        ", *losses[:0]]",
         (FIT + "test_a_dynamic_loss_scale",),
     ),
     Mutant(
         "not finite: an overflow of the loss scale is an example's fault",
-        GUARD,
+        NUMBERS,
         "[] if self._scales else gradients",
         "gradients",
         (FIT + "test_a_dynamic_loss_scale",),
@@ -73,7 +74,7 @@ MUTANTS = [
     ),
     Mutant(
         "not finite: regularisers are not looked at",
-        FINITE,
+        "_fit/finite.py",
         "sums.are_finite([penalty, *gradients])",
         "sums.are_finite([])",
         (FIT + "test_examples_that_are_not_at_fault[skip]",),

@@ -18,8 +18,8 @@ MAY_IMPORT = {
     "_backends": {"_checks"},
     "_optimizer_checks": {"_internals"},
     "_loop_checks": {"_checks"},
-    "_jax": {*SHARED, "_batches", "_keras"},
-    "_torch": {*SHARED, "_batches", "_keras"},
+    "_jax": {*SHARED, "_batches", "_keras", "_noise"},
+    "_torch": {*SHARED, "_batches", "_keras", "_noise"},
     "_types": set(),
     "_checks": set(),
     "_internals": set(),
@@ -55,7 +55,7 @@ MAY_IMPORT = {
         "_own_steps",
         "_sizes",
     },
-    "_gradient_noise_scale": {*SHARED, "_noise", "_fit"},
+    "_gradient_noise_scale": {*SHARED, "_noise", "_accumulate"},
     "_accumulate": {*SHARED, "_batches", "_keras", "_sizes"},
     "_no_trace": {*SHARED, "_batches", "_keras", "_accumulate"},
     "_verify": {
@@ -169,6 +169,12 @@ def test_the_way_in_imports_no_backend(module):
 def test_limits_and_peaks_know_no_tensorflow(name):
     imported = [each.split(".")[0] for each in imports_of(FILES[f"macrobatch._sizes.{name}"])]
     assert not {"tensorflow", "keras"} & set(imported)
+
+
+@pytest.mark.parametrize("name", ["checks", "host", "scale"])
+def test_a_noise_scale_on_any_backend_knows_no_tensorflow(name):
+    imported = list(imports_of(FILES[f"macrobatch._noise.{name}"]))
+    assert not [each for each in imported if "tensorflow" in each or "meter" in each]
 
 
 @pytest.mark.parametrize("name", sorted(ON_TENSORFLOW_1))

@@ -5,7 +5,7 @@ import pytest
 import tensorflow as tf
 from test_accumulator_everywhere import mirrored
 
-from macrobatch._fit.finite import smallest_bad
+from macrobatch._keras.skipping import smallest_bad
 from macrobatch._tensorflow.examples import Examples
 
 

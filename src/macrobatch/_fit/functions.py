@@ -9,6 +9,7 @@ from macrobatch._fit.attempts import Attempt, OneByOne, nested
 from macrobatch._fit.auto import Auto
 from macrobatch._fit.finite import Finite
 from macrobatch._fit.steps import Steps
+from macrobatch._noise.meter import Meter
 from macrobatch._tensorflow import graph, replicas
 
 
@@ -23,6 +24,10 @@ class Functions(Steps):
     auto: Optional[Auto]
     finite: Finite
     _own: Dict[str, Any]
+
+    def meter(self, every: int, decay: float) -> Meter:
+        """What can measure the gradient noise scale of this model."""
+        return Meter(self.strategy, every, decay)
 
     def made(self, name: str, force: bool) -> Callable[..., Any]:
         """A function that Keras makes, whose refusals are ValueErrors.

@@ -7,7 +7,7 @@ from typing import Any, Callable, Dict, Iterator, Optional
 import keras
 import tensorflow as tf
 
-from macrobatch import _checks, _internals, _noise
+from macrobatch import _checks, _internals
 from macrobatch._batches.cut import Cut
 from macrobatch._fit import build, own, predict
 from macrobatch._fit.auto import Auto
@@ -19,6 +19,8 @@ from macrobatch._keras import model as models
 from macrobatch._keras import model_checks
 from macrobatch._keras.report import overrides
 from macrobatch._keras.tried import Tried
+from macrobatch._noise import checks as noise_checks
+from macrobatch._noise.meter import Meter
 from macrobatch._tensorflow import checks as replica_checks
 from macrobatch._tensorflow import graph, replicas
 from macrobatch._tensorflow.engine import ENGINE
@@ -113,16 +115,16 @@ class Accumulation(Functions):
         if tests:
             model.make_test_function()
 
-    def measure(self, noise: Optional[_noise.Meter]) -> None:
+    def measure(self, noise: Optional[Meter]) -> None:
         """Measures the gradient noise scale from the next batch on, or no more."""
         if noise is not None:
             model_checks.can_be_measured("train_step" in self._own, not self.tries_losses)
-            _noise.in_any_order(self.cut.axis)
+            noise_checks.in_any_order(self.cut.axis)
         self._measure(noise)
         self.model.train_function = None
         self.model.make_train_function()
 
-    def _measure(self, noise: Optional[_noise.Meter]) -> None:
+    def _measure(self, noise: Optional[Meter]) -> None:
         self.noise.start(noise)
         self._is_measured = noise is not None
         self._latest.clear()

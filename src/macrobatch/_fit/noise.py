@@ -7,7 +7,7 @@ that are not measured run another function, which only counts them.
 import contextlib
 from typing import Callable, Iterator, List, Optional, Sequence
 
-from macrobatch._noise import Meter
+from macrobatch._noise.meter import Meter
 from macrobatch._tensorflow import replicas, sums
 from macrobatch._types import Gradient, Logs, Size, Tensor
 

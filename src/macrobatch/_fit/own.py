@@ -7,8 +7,7 @@ import tensorflow as tf
 from macrobatch import _checks, _internals
 from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
-from macrobatch._fit import finite_checks
-from macrobatch._keras import model_checks
+from macrobatch._keras import finite_checks, model_checks
 from macrobatch._keras.report import overrides
 from macrobatch._own_steps import checks as step_checks
 from macrobatch._own_steps import tracing

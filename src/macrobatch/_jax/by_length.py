@@ -23,10 +23,10 @@ from macrobatch._jax import host, loop
 from macrobatch._jax.engine import ENGINE
 from macrobatch._jax.padding import Padding
 from macrobatch._jax.state import State, StateScope
-from macrobatch._jax.steps import Found, Steps
+from macrobatch._jax.steps import Found, Halves, Steps
 from macrobatch._keras import model_checks
 from macrobatch._keras.model import ModelStep
-from macrobatch._types import Batch, Logs, Part, Tensor, Whole
+from macrobatch._types import Batch, Part, Tensor, Whole
 
 
 class LengthSteps(Steps):
@@ -64,13 +64,13 @@ class LengthSteps(Steps):
         model_checks.no_overwriting_variables(self.model.trainable_weights)
         return batch, int(examples)
 
-    def train_step(self, state: Any, data: Any) -> Tuple[Logs, Any]:
-        # JAX computes while Python goes on, and raises later. Nothing may fail in the update, which
-        # writes into the memory of the weights.
-        found = jax.block_until_ready(self.found(state, data))
-        return found.logs, self._updated(state[0], state[2], found)
+    def halves(self) -> Halves:
+        """Gradients and update of a train step. The update writes into the memory of the weights,
+        so that nothing may fail in it.
+        """
+        return Halves(self.found, self._updated)
 
-    def on_devices(self, state: State, data: Any, training: bool) -> Found:
+    def on_devices(self, state: State, data: Any, training: bool, measures: bool = False) -> Found:
         batch, examples = self.check(data)
         micro_batches = self._padding.cut(self.model, batch, examples)
         if training not in self._parts:
@@ -153,7 +153,8 @@ class Parts:
 
     def _finished(self, total: Part, state: State, examples: int) -> Found:
         with StateScope(self._steps.model, state) as scope:
-            return self._steps.finished(self.model, state.trained, total, examples, scope)
+            weights = state.trained
+            return self._steps.finished(self.model, weights, total, examples, scope, examples)
 
     def _uncut_fraction(self, micro_batch: Batch, weights: Tensor, doubtful: bool = False) -> Any:
         return self._batch.uncut_fraction(micro_batch, weights, doubtful)

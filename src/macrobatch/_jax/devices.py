@@ -10,7 +10,7 @@ import keras
 from jax.sharding import PartitionSpec
 
 from macrobatch._jax import checks
-from macrobatch._jax.engine import Devices, on_devices
+from macrobatch._jax.engine import ENGINE, Devices, on_devices
 from macrobatch._types import Batch
 
 
@@ -29,10 +29,13 @@ def are_several() -> bool:
 
 
 def spread(function: Callable[[Any, Batch], Any], state: Any, batch: Batch) -> Any:
-    """What a function comes to of a state and of the parts of a batch: on all devices the same."""
-    if not are_several():
-        return function(state, batch)
+    """What a function comes to of a state and of the parts of a batch: on all devices the same.
+
+    A batch without some of its examples may not be divided: then each device computes all of it.
+    """
     found = distribution()
+    if not are_several() or ENGINE.examples(batch) % int(found.device_mesh.devices.size):
+        return function(state, batch)
     mesh = found.device_mesh.backend_mesh
     devices = Devices(found.batch_dim_name, int(found.device_mesh.devices.size))
 

@@ -5,6 +5,7 @@ import contextvars
 from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import jax
+import numpy as np
 from jax import lax
 from jax import numpy as jnp
 from keras import tree
@@ -81,6 +82,15 @@ class Jax(BatchEngine):
             return leaf[start : start + size]
         # No micro-batch of a run is smaller: nothing is clamped.
         return lax.dynamic_slice_in_dim(leaf, start, size)
+
+    def permuted(self, leaf: Tensor, rows: Tensor) -> Tensor:
+        # On the host: where devices share a batch, some of its rows may be on any of them.
+        found = np.asarray(leaf)[np.asarray(rows)]
+        if not isinstance(leaf, jax.Array):
+            return found
+        count = len(leaf.sharding.device_set)
+        spreads = count > 1 and len(found) % count == 0
+        return jax.device_put(found, leaf.sharding) if spreads else jnp.asarray(found)
 
     def agreed_size(
         self, batch: Batch, sizes: List[Size], least: int, uneven: str, empty: str

@@ -1,5 +1,6 @@
 """How the steps get into a Keras model on JAX, and what goes with them in fit()."""
 
+import functools
 from typing import Any, Callable, Dict, List, Optional
 
 import jax
@@ -10,12 +11,18 @@ from macrobatch._batches.cut import Cut
 from macrobatch._jax import checks, devices, turns
 from macrobatch._jax.by_length import LengthSteps
 from macrobatch._jax.engine import ENGINE
+from macrobatch._jax.finite import Finite
 from macrobatch._jax.meeting import Meeting
+from macrobatch._jax.noise import NoiseWatch
 from macrobatch._jax.state import State
-from macrobatch._jax.steps import Steps, batch_of
+from macrobatch._jax.steps import Halves, Steps, batch_of
 from macrobatch._jax.whole_batch import WholeBatchSteps
 from macrobatch._keras import model_checks
+from macrobatch._keras.guard import Guard
 from macrobatch._keras.report import overrides
+from macrobatch._keras.tried import Tried
+from macrobatch._noise import checks as noise_checks
+from macrobatch._noise.host import HostMeter
 
 # The names of the parts of a state that Keras passes to steps.
 TRAINING = [
@@ -32,6 +39,8 @@ class Accumulation:
         model, cut, micro_batch_weight: what the user gave.
         steps: the train step and the test step.
         meeting: the trial whether examples meet.
+        finite: runs batches without examples that are not finite, if asked for.
+        noise: measures the gradient noise scale, if asked for.
     """
 
     def __init__(
@@ -51,6 +60,13 @@ class Accumulation:
         kind = WholeBatchSteps if whole_batch_loss else Steps if cut.axis is None else LengthSteps
         self.steps = kind(model, cut, micro_batch_weight)
         self.meeting = Meeting(model, cut, not whole_batch_loss)
+        self.noise = NoiseWatch()
+        self.steps.guard = Guard(nonfinite)
+        self.finite = Finite(
+            model,
+            self.steps.guard,
+            lambda: Tried(model, ENGINE, micro_batch_weight, not whole_batch_loss),
+        )
         self._looks = False  # whether the size of the first batch of a fit is to be looked at
         self._replaced: Dict[str, Any] = {}
 
@@ -63,6 +79,8 @@ class Accumulation:
         if not overrides(self.model, "test_step"):  # One of its own sees the whole batch.
             methods["test_step"] = self.test_step
             methods["make_test_function"] = self.make_test_function
+        if self.steps.guard.is_wanted:
+            methods.update(fit=self.fit, reset_metrics=self.reset_metrics)
         for name, method in methods.items():
             if name in vars(self.model):
                 self._replaced[name] = vars(self.model)[name]
@@ -89,6 +107,17 @@ class Accumulation:
         if tests:
             model.make_test_function()
 
+    def meter(self, every: int, decay: float) -> HostMeter:
+        """What can measure the gradient noise scale of this model."""
+        return HostMeter(ENGINE, every, decay)
+
+    def measure(self, meter: Optional[HostMeter]) -> None:
+        """Measures the gradient noise scale from the next batch on, or no more."""
+        if meter is not None:
+            model_checks.can_be_measured(False, isinstance(self.steps, WholeBatchSteps))
+            noise_checks.in_any_order(self.cut.axis)
+        self.noise.meter = meter
+
     def train_step(self, state: Any, data: Any) -> Any:
         """As Keras', on micro-batches."""
         return self.steps.train_step(state, data)
@@ -100,10 +129,14 @@ class Accumulation:
     def make_train_function(self, force: bool = False) -> None:
         """As Keras', which calls it once at the start of a fit."""
         self._looks = True
+        self.noise.meter = None  # A fit that measured may have been interrupted.
         if self.model.train_function is None or force:
             self.meeting.start()
             self.steps.forget(training=True)
-            step = self._compiled_train_step() if self._is_compiled() else self.train_step
+            halves = self.noise.watching(self._halves(), self._halves(measures=True).found)
+            step = self._train_step_of(halves)
+            if self.steps.guard.is_wanted:
+                step = functools.partial(self.finite.train_step, halves)
             step = self._looking_at_first_batch(self._keeping_state(step, TRAINING))
             self.model.train_function = _internals.step_by_step(self.model, step)
 
@@ -115,19 +148,28 @@ class Accumulation:
             step = self._keeping_state(step, TESTING)
             self.model.test_function = _internals.step_by_step(self.model, step)
 
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """As Keras', with warnings of its own."""
+        self.finite.start()
+        return type(self.model).fit(self.model, *args, **kwargs)
+
+    def reset_metrics(self) -> None:
+        """As Keras', which calls it at the start of an epoch."""
+        type(self.model).reset_metrics(self.model)
+        self.finite.reset()
+
     def _is_compiled(self) -> bool:
         if isinstance(self.steps, LengthSteps):  # which compile their parts themselves
             return False
         return bool(self.model.jit_compile) and not self.model.run_eagerly
 
-    def _compiled_train_step(self) -> Callable[..., Any]:
+    def _train_step_of(self, halves: Halves) -> Callable[..., Any]:
         """A train step that gives the memory of a state away only when nothing can fail any more.
 
         Gradients are computed first. The update then writes into the memory of the weights, so that
         there is one copy of them and of the optimizer's variables, as in Keras' own step.
         """
-        found_of = turns.compiled(self.steps, training=True)
-        updated = jax.jit(self.steps.updated, donate_argnums=(0, 1))
+        found_of, updated = halves
 
         def train_step(state: Any, data: Any) -> Any:
             # JAX computes while Python goes on, and raises later.
@@ -135,6 +177,18 @@ class Accumulation:
             return found.logs, tuple(updated(state[0], state[2], found))
 
         return train_step
+
+    def _halves(self, measures: bool = False) -> Halves:
+        """Gradients and update of a train step, compiled if steps are."""
+        if isinstance(self.steps, LengthSteps):  # which compile their parts themselves
+            return self.steps.halves()
+        if not self._is_compiled():
+            return Halves(
+                functools.partial(self.steps.found, measures=measures), self.steps.updated
+            )
+        found_of = turns.compiled(self.steps, training=True, measures=measures)
+        updated = jax.jit(self.steps.updated, donate_argnums=(0, 1))
+        return Halves(lambda state, data: found_of(State(*state), data), updated)
 
     def _compiled_test_step(self) -> Callable[..., Any]:
         found_of = turns.compiled(self.steps, training=False)
@@ -165,13 +219,15 @@ class Accumulation:
 
     def _looking_at_first_batch(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def looking(state: Any, data: Any) -> Any:
-            result = step(state, data)
+            logs, after = step(state, data)
+            result = {**logs, **self.noise.logs()}, after
             if self._looks:
                 self._looks = False
                 self._warn_of_one_micro_batch(data)
-            if self.meeting.is_due:
+            trained_on = self.finite.latest if self.steps.guard.is_wanted else data
+            if trained_on is not None and self.meeting.is_due:
                 self.meeting.state = result[1]
-                self.meeting.try_once(batch_of(data), self.micro_batch_weight)
+                self.meeting.try_once(batch_of(trained_on), self.micro_batch_weight)
                 self.meeting.state = None
             return result
 

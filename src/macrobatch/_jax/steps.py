@@ -12,11 +12,12 @@ from keras import tree
 from macrobatch import _checks, _internals, _optimizer_checks
 from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
-from macrobatch._jax import devices, loop
+from macrobatch._jax import devices, loop, squares
 from macrobatch._jax.engine import ENGINE, any_is_traced
 from macrobatch._jax.state import State, StateScope
 from macrobatch._keras import checks as keras_checks
-from macrobatch._keras import model_checks, probes, report
+from macrobatch._keras import finite, model_checks, probes, report
+from macrobatch._keras.guard import Guard
 from macrobatch._keras.model import ModelStep
 from macrobatch._keras.scope import Scope
 from macrobatch._types import Batch, Logs, MicroBatches, Part, Tensor, Whole
@@ -30,12 +31,28 @@ class Found(NamedTuple):
         others: the values after the batch of the variables that are not trained.
         metrics: likewise, of the metrics.
         logs: those of the whole batch.
+        is_finite: whether all numbers are that must be; nothing if nobody asks.
+        squares: what was measured for the gradient noise scale; nothing if nothing was.
     """
 
     gradients: List[Tensor]
     others: List[Tensor]
     metrics: List[Tensor]
     logs: Logs
+    is_finite: Any = ()
+    squares: Any = ()
+
+
+class Halves(NamedTuple):
+    """The halves of a train step, compiled or not.
+
+    Attributes:
+        found: what a batch comes to, of a state and a batch.
+        updated: the state after the update, of weights, the optimizer's variables and `found`.
+    """
+
+    found: Callable[[Any, Batch], Found]
+    updated: Callable[[Any, Any, Found], Any]
 
 
 class Steps:
@@ -43,6 +60,7 @@ class Steps:
 
     Attributes:
         model, cut, micro_batch_weight: what the user gave.
+        guard: what tells which numbers must be finite, if asked for.
         shows_size: whether the size of micro-batches shows in the update; None if not yet known.
         takes_turns: whether, compiled, micro-batches may run one by one: see `turns`.
     """
@@ -52,6 +70,7 @@ class Steps:
     def __init__(self, model: Any, cut: Cut, micro_batch_weight: Optional[Callable[..., Any]]):
         probes.probe()
         self.model, self.cut, self.micro_batch_weight = model, cut, micro_batch_weight
+        self.guard = Guard()
         self.shows_size: Optional[bool] = None
 
     def forget(self, training: bool) -> None:
@@ -68,9 +87,15 @@ class Steps:
         found = self.on_devices(State(trained, others, [], metrics), data, training=False)
         return found.logs, (trained, found.others, found.metrics)
 
-    def found(self, state: Any, data: Any) -> Found:
-        """What a batch comes to: everything but the update."""
-        return self.on_devices(State(*state), data, training=True)
+    def found(self, state: Any, data: Any, measures: bool = False) -> Found:
+        """What a batch comes to: everything but the update.
+
+        Args:
+            state: the state before it.
+            data: the batch.
+            measures: whether to measure the gradient noise scale.
+        """
+        return self.on_devices(State(*state), data, training=True, measures=measures)
 
     def check(self, data: Any) -> Tuple[Batch, int]:
         """A batch and the number of its examples, once both suit the model."""
@@ -91,32 +116,41 @@ class Steps:
             _checks.warn("The model does not have any trainable weights.")
         return State(trained, found.others, of_optimizer, found.metrics)
 
-    def on_devices(self, state: State, data: Any, training: bool) -> Found:
+    def on_devices(self, state: State, data: Any, training: bool, measures: bool = False) -> Found:
         """What a batch comes to, in training or in testing: everything but the update."""
         batch, examples = self.check(data)
 
         def found(state: State, batch: Batch) -> Found:
-            return self._found(state, batch, examples, training)
+            return self._found(state, batch, examples, training, measures)
 
         return devices.spread(found, state, batch)
 
-    def _found(self, state: State, batch: Batch, examples: int, training: bool) -> Found:
+    def _found(
+        self, state: State, batch: Batch, examples: int, training: bool, measures: bool
+    ) -> Found:
         """What a batch, or this device's part of it, comes to."""
         own = ENGINE.examples(batch)
         micro_batches = self.cut.apply(batch, own, ENGINE)
         compiled = any_is_traced((batch, state))
         with StateScope(self.model, state) as scope:
             model = self.model_step(training)
-            step = self.step(model, Whole(examples), state.trained)
+            step = self.step(model, Whole(examples), state.trained, measures)
             part = self._run(step, model, micro_batches, compiled)
-            return self.finished(model, state.trained, part, own, scope)
+            return self.finished(model, state.trained, part, own, scope, examples, measures)
 
     def model_step(self, training: bool) -> ModelStep:
         """The model as a function of a micro-batch."""
         return ModelStep(self.model, training, ENGINE, self.micro_batch_weight)
 
     def finished(
-        self, model: ModelStep, weights: List[Tensor], part: Part, own: int, scope: StateScope
+        self,
+        model: ModelStep,
+        weights: List[Tensor],
+        part: Part,
+        own: int,
+        scope: StateScope,
+        examples: int,
+        measures: bool = False,
     ) -> Found:
         """What a batch comes to, once all of its micro-batches have run. In the scope of its state.
 
@@ -126,9 +160,11 @@ class Steps:
             part: the part of the whole batch; on several devices, of this device's micro-batches.
             own: the number of its examples.
             scope: the scope.
+            examples: the number of examples of the whole batch.
+            measures: whether the gradient noise scale is measured.
         """
         penalty, penalties = self._penalty(model, weights if model.training else [])
-        count = len(model.trained)
+        count = len(model.trained) + (squares.SIZE if measures else 0)
         sums = ENGINE.sum_over_replicas(part.sums[:count])
         gradients = [
             (one + other).astype(weight.dtype)
@@ -146,9 +182,21 @@ class Steps:
         )
         told.write()
         model.written.write(part.written[1:], part.moments)
-        return Found(gradients, scope.others(), scope.metrics(), told.logs)
+        is_finite = self._is_finite(gradients, told.values, model.training)
+        measured: Any = ()
+        if measures:
+            measured = squares.of_batch(sums, penalties, examples, self._loss_scale())
+        return Found(gradients, scope.others(), scope.metrics(), told.logs, is_finite, measured)
 
-    def step(self, model: ModelStep, whole: Whole, weights: List[Tensor]) -> Any:
+    def _is_finite(self, gradients: List[Tensor], losses: Any, training: bool) -> Any:
+        """Whether all numbers are finite that must be; nothing if nobody asks."""
+        if not training or not self.guard.is_wanted:
+            return ()
+        return finite.all_finite(self.guard.numbers(gradients, tree.flatten(losses)))
+
+    def step(
+        self, model: ModelStep, whole: Whole, weights: List[Tensor], measures: bool = False
+    ) -> Any:
         """The step of a micro-batch: a function of it, of values, and of the whole's counts.
 
         In the scope of a state.
@@ -171,8 +219,13 @@ class Steps:
             there = outcome.is_there
             if there is not None:  # Where a micro-batch counts nothing, gradients may be 0 / 0.
                 gradients = [jnp.where(there, g, jnp.zeros_like(g)) for g in gradients]
+            gradients = [widened(gradient) for gradient in gradients]
+            measured: List[Tensor] = []
+            if measures:
+                examples = int(ENGINE.examples(micro_batch))
+                measured = squares.of_micro_batch(gradients, whole.examples / examples)
             return Part(
-                [*map(widened, gradients), *outcome.reported],
+                [*gradients, *measured, *outcome.reported],
                 outcome.counts,
                 outcome.written,
                 outcome.moments,

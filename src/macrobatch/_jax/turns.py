@@ -18,8 +18,16 @@ from macrobatch._types import Batch, Part, Tensor, Whole
 class Turns:
     """What is compiled for batches of the same shapes, that are cut alike."""
 
-    def __init__(self, steps: Steps, training: bool, state: State, batch: Batch, examples: int):
-        self._steps, self._examples = steps, examples
+    def __init__(
+        self,
+        steps: Steps,
+        training: bool,
+        measures: bool,
+        state: State,
+        batch: Batch,
+        examples: int,
+    ):
+        self._steps, self._measures, self._examples = steps, measures, examples
         self._runs = self._cut(batch).runs
         self._model = steps.model_step(training)
         self._no_counts = steps.no_counts()
@@ -58,7 +66,7 @@ class Turns:
         """The part of a micro-batch."""
         steps = self._steps
         with StateScope(steps.model, state):
-            step = steps.step(self._model, Whole(self._examples), state.trained)
+            step = steps.step(self._model, Whole(self._examples), state.trained, self._measures)
             return step(micro_batch, values, counts)
 
     def _first(self, state: State, batch: Batch, counts: Tensor) -> Tuple[List[Tensor], Part]:
@@ -82,13 +90,22 @@ class Turns:
 
     def _finished(self, total: Part, state: State) -> Found:
         with StateScope(self._steps.model, state) as scope:
-            return self._steps.finished(self._model, state.trained, total, self._examples, scope)
+            count, weights = self._examples, state.trained
+            return self._steps.finished(
+                self._model, weights, total, count, scope, count, self._measures
+            )
 
 
-def compiled(steps: Steps, training: bool) -> Callable[[State, Any], Found]:
-    """What a batch comes to, of a state and data: everything but the update, compiled."""
+def compiled(steps: Steps, training: bool, measures: bool = False) -> Callable[[State, Any], Found]:
+    """What a batch comes to, of a state and data: everything but the update, compiled.
+
+    Args:
+        steps: the steps of the model.
+        training: whether the model is trained, or tested.
+        measures: whether to measure the gradient noise scale.
+    """
     if not steps.takes_turns or devices.are_several():
-        return jax.jit(lambda state, data: steps.on_devices(state, data, training))
+        return jax.jit(lambda state, data: steps.on_devices(state, data, training, measures))
     made: Dict[Any, Turns] = {}
 
     def found(state: State, data: Any) -> Found:
@@ -97,7 +114,7 @@ def compiled(steps: Steps, training: bool) -> Callable[[State, Any], Found]:
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         key = structure, shapes, None if chosen is None else chosen.now()
         if key not in made:
-            made[key] = Turns(steps, training, state, *steps.check(batch))
+            made[key] = Turns(steps, training, measures, state, *steps.check(batch))
         return made[key].found(state, batch)
 
     return found

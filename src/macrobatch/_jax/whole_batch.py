@@ -29,7 +29,9 @@ class WholeBatchSteps(Steps):
 
     takes_turns = False
 
-    def _found(self, state: State, batch: Batch, examples: int, training: bool) -> Found:
+    def _found(
+        self, state: State, batch: Batch, examples: int, training: bool, measures: bool
+    ) -> Found:
         own = ENGINE.examples(batch)
         micro_batches = self.cut.apply(batch, own, ENGINE)
         compiled, weights = any_is_traced((batch, state)), state.trained if training else []
@@ -49,7 +51,7 @@ class WholeBatchSteps(Steps):
                 found = model.loss(inputs, outputs, totals, after, examples, weights)
                 run = found.run._replace(value=None)
                 value = found.loss * self._scale(found.loss, training)
-                return jnp.sum(value), whole_batch.Found(jnp.zeros([]), found.logs, run)
+                return jnp.sum(value), whole_batch.Found(found.loss, found.logs, run)
 
             gradients: List[Tensor] = []
             arguments = floats, totals, weights
@@ -68,7 +70,8 @@ class WholeBatchSteps(Steps):
             written = gather.apart_again(model.written_by_loss.variables, found.run.written)
             found = found._replace(run=found.run._replace(written=written))
             model.write(first.written, first.moments, found)
-            return Found(gradients, scope.others(), scope.metrics(), found.logs)
+            is_finite = self._is_finite(gradients, found.loss, training)
+            return Found(gradients, scope.others(), scope.metrics(), found.logs, is_finite)
 
     def _scale(self, loss: Tensor, training: bool) -> Tensor:
         return self._loss_scale().astype(loss.dtype) if training else jnp.ones([], loss.dtype)

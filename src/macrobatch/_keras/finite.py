@@ -1,13 +1,13 @@
 """Where numbers stop being finite: in which layer of a model, in its loss, or in the gradient."""
 
-from typing import Any, List
+from typing import Any, List, Sequence
 
 import keras
 from keras import ops, tree
 
 from macrobatch._keras import calls
 from macrobatch._keras.tried import LOSS, Tried
-from macrobatch._types import Batch, BatchEngine
+from macrobatch._types import Batch, BatchEngine, Gradient, Tensor
 
 
 def first_place(tried: Tried, micro_batch: Batch, engine: BatchEngine) -> str:
@@ -31,6 +31,12 @@ def not_finite_parts(micro_batch: Batch) -> List[str]:
     """Which parts of a micro-batch are not finite from the start: x, y, sample_weight."""
     names = ("x", "y", "sample_weight")
     return [name for name, part in zip(names, micro_batch) if not are_finite(tree.flatten(part))]
+
+
+def all_finite(values: Sequence[Gradient]) -> Tensor:
+    """Whether all numbers are finite, as a tensor. There must be a value."""
+    flags = [ops.all(ops.isfinite(value)) for value in values if value is not None]
+    return ops.all(ops.stack(flags))
 
 
 def are_finite(values: List[Any]) -> bool:

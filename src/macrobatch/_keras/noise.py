@@ -74,10 +74,10 @@ def advanced(state: Tensor, is_measured: Tensor, found: Squares, decay: float) -
     return ops.concatenate([ops.stack([updates + 1, norm, examples]), averages])
 
 
-def counted(state: Tensor, examples: Tensor) -> Tensor:
-    """The state after one more update, of so many examples, that was not measured."""
+def counted(state: Tensor, examples: Tensor, updates: int = 1) -> Tensor:
+    """The state after more updates, of so many examples at most, that were not measured."""
     most = ops.maximum(state[2], examples)
-    return ops.concatenate([ops.stack([state[0] + 1, state[1], most]), state[3:]])
+    return ops.concatenate([ops.stack([state[0] + updates, state[1], most]), state[3:]])
 
 
 def updates_of(state: Tensor) -> Tensor:

@@ -23,19 +23,24 @@ class Examples:
         self._starts = [sum(sizes[:i]) for i in range(len(sizes))]
         self._sizes, self.count = sizes, sum(sizes)
 
-    def some(self, chosen: Sequence[int], as_many: bool = False) -> Batch:
+    def some(
+        self, chosen: Sequence[int], as_many: bool = False, beside: Sequence[int] = ()
+    ) -> Batch:
         """A batch of these examples only, each on its replica.
 
         Args:
             chosen: their places, in ascending order.
-            as_many: whether a replica that has any of them gets as many examples as before, some
-                of them again, so that no shape changes. Not of sparse tensors.
+            as_many: whether a replica that has any of them gets as many examples as before, so
+                that no shape changes. Not of sparse tensors.
+            beside: the examples that a replica is filled up with; if it has none of them, the same
+                ones again.
         """
         parts = []
         for part, replica in zip(self._parts, self._replicas):
             rows = self._rows(chosen, replica)
             if as_many and rows and not _is_sparse(part):
-                rows = sorted((rows * self._sizes[replica])[: self._sizes[replica]])
+                size, others = self._sizes[replica], self._rows(beside, replica) or rows
+                rows = sorted([*rows, *others * size][:size])
             parts.append(_selected(part, rows))
         return self._joined(parts)
 

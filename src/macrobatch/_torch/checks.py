@@ -19,16 +19,6 @@ def no_own_train_step(is_own: bool) -> None:
         )
 
 
-def propagates(nonfinite: str) -> None:
-    """Raises unless numbers that are not finite are left to Keras."""
-    if nonfinite != "propagate":
-        raise ValueError(
-            "On torch, examples that are not finite cannot be found yet. Received: "
-            f'nonfinite={nonfinite!r}. Expected: nonfinite="propagate". The callback '
-            "keras.callbacks.TerminateOnNaN stops a training whose loss is not a number."
-        )
-
-
 def has_size(chosen: Any) -> None:
     """Raises where the size of micro-batches is to be found while training."""
     if chosen is not None:

@@ -6,8 +6,13 @@ from macrobatch import _checks, _internals
 from macrobatch._batches.cut import Cut
 from macrobatch._keras import model_checks
 from macrobatch._keras.report import overrides
+from macrobatch._keras.tried import Tried
+from macrobatch._noise import checks as noise_checks
+from macrobatch._noise.host import HostMeter
 from macrobatch._torch import checks
 from macrobatch._torch.compiled import left_to_steps
+from macrobatch._torch.engine import ENGINE
+from macrobatch._torch.finite import Finite, Guard
 from macrobatch._torch.meeting import Meeting
 from macrobatch._torch.steps import Steps
 from macrobatch._torch.whole_batch import WholeBatchSteps
@@ -21,6 +26,7 @@ class Accumulation:
         model, cut, micro_batch_weight: what the user gave.
         steps: the train step and the test step.
         meeting: the trial whether examples meet.
+        finite: runs batches without examples that are not finite, if asked for.
     """
 
     def __init__(
@@ -33,12 +39,21 @@ class Accumulation:
         whole_batch_loss: bool,
     ):
         checks.no_own_train_step(overrides(model, "train_step"))
-        checks.propagates(nonfinite)
         checks.has_size(cut.chosen)
         self.model, self.cut, self.micro_batch_weight = model, cut, micro_batch_weight
         kind = WholeBatchSteps if whole_batch_loss else Steps
         self.steps = kind(model, cut, micro_batch_weight)
         self.meeting = Meeting(model, cut, not whole_batch_loss, self.steps.modules)
+        self.steps.guard = Guard(nonfinite)
+        self.finite = Finite(
+            model,
+            self.steps.guard,
+            self.steps.modules,
+            lambda: cut.size or 0,
+            lambda: Tried(model, ENGINE, micro_batch_weight, not whole_batch_loss),
+            self._on_trial_again,
+        )
+        self._had_tried = False  # whether padding had been tried before the current batch
         self._looks = False  # whether the size of the first batch of a fit is to be looked at
         self._replaced: Dict[str, Any] = {}
 
@@ -51,6 +66,8 @@ class Accumulation:
         }
         if not overrides(self.model, "test_step"):  # One of its own sees the whole batch.
             methods["test_step"] = self.test_step
+        if self.steps.guard.is_wanted:
+            methods.update(fit=self.fit, reset_metrics=self.reset_metrics)
         for name, method in methods.items():
             if name in vars(self.model):
                 self._replaced[name] = vars(self.model)[name]
@@ -77,17 +94,47 @@ class Accumulation:
         if tests:
             model.make_test_function()
 
+    def meter(self, every: int, decay: float) -> HostMeter:
+        """What can measure the gradient noise scale of this model."""
+        return HostMeter(ENGINE, every, decay)
+
+    def measure(self, meter: Optional[HostMeter]) -> None:
+        """Measures the gradient noise scale from the next batch on, or no more."""
+        if meter is not None:
+            model_checks.can_be_measured(False, isinstance(self.steps, WholeBatchSteps))
+            noise_checks.in_any_order(self.cut.axis)
+        self.steps.meter = meter
+
     def train_step(self, data: Any) -> Logs:
         """As Keras', on micro-batches."""
-        steps = self.steps
-        logs = steps.train_step(data)
-        if self.meeting.is_due:
-            self.meeting.try_once(steps.batch_of(data), self.micro_batch_weight)
+        steps, batch = self.steps, self.steps.batch_of(data)
+        if steps.guard.is_wanted:
+            self._had_tried = steps.padding.done[True]
+            logs = self.finite.train_step(steps.train_step, batch)
+            trained_on = self.finite.latest
+        else:
+            logs, trained_on = steps.train_step(batch), batch
+        if trained_on is not None and self.meeting.is_due:
+            self.meeting.try_once(trained_on, self.micro_batch_weight)
         if self._looks:
-            self._looks = False
-            if self.cut.size and steps.examples <= self.cut.size:
-                _checks.warn(model_checks.no_accumulation(steps.examples, self.cut.size, 1))
-        return logs
+            self._looks, examples = False, ENGINE.examples(batch)
+            if self.cut.size and examples <= self.cut.size:
+                _checks.warn(model_checks.no_accumulation(examples, self.cut.size, 1))
+        return logs if steps.meter is None else {**logs, **steps.meter.logs()}
+
+    def _on_trial_again(self, examples: int) -> None:
+        """Lets the trial of padding be made with other examples, if it was made with these."""
+        self.steps.padding.done[True] = self._had_tried
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """As Keras', with warnings of its own."""
+        self.finite.start()
+        return type(self.model).fit(self.model, *args, **kwargs)
+
+    def reset_metrics(self) -> None:
+        """As Keras', which calls it at the start of an epoch."""
+        type(self.model).reset_metrics(self.model)
+        self.finite.reset()
 
     def test_step(self, data: Any) -> Logs:
         """As Keras', on micro-batches."""
@@ -96,6 +143,7 @@ class Accumulation:
     def make_train_function(self, force: bool = False) -> Any:
         """As Keras', which calls it once at the start of a fit."""
         self._looks = True
+        self.steps.meter = None  # A fit that measured may have been interrupted.
         if self.model.train_function is None or force:
             self.meeting.start()
             self.steps.forget(training=True)

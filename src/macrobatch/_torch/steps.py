@@ -16,10 +16,13 @@ from macrobatch._keras import model as models
 from macrobatch._keras import model_checks, probes, report
 from macrobatch._keras.model import ModelStep
 from macrobatch._keras.scope import without
+from macrobatch._noise.host import HostMeter
 from macrobatch._torch import checks, loop, sums
 from macrobatch._torch.compiled import CompiledCall
 from macrobatch._torch.engine import ENGINE, Draws, on_device, same_draws, to_tensors
+from macrobatch._torch.finite import Guard
 from macrobatch._torch.modules import Modules
+from macrobatch._torch.noise import MeasuredGradients
 from macrobatch._torch.padding import Padding
 from macrobatch._types import Batch, Gradient, Logs, MicroBatches, Part, Tensor, Whole
 
@@ -31,6 +34,8 @@ class Steps:
         model, cut, micro_batch_weight: what the user gave.
         padding: what is known of padding, in testing and in training.
         modules: the torch modules inside the model.
+        guard: what keeps numbers that are not finite from being written, if asked for.
+        meter: measures the gradient noise scale, if asked for.
         examples: the number of examples in the latest batch.
         shows_size: whether the size of micro-batches shows in the update; None if not yet known.
     """
@@ -41,6 +46,8 @@ class Steps:
         self.padding = Padding(cut)
         self.modules = Modules(model)
         self.compiled = CompiledCall(model)
+        self.guard = Guard()
+        self.meter: Optional[HostMeter] = None
         self.examples = 0
         self.shows_size: Optional[bool] = None
 
@@ -67,8 +74,9 @@ class Steps:
             def step(micro_batch: Batch, values: List[Tensor]) -> Part:
                 outcome = model(micro_batch, values, whole)
                 # Where a micro-batch counts nothing, its gradient may be 0 / 0.
-                if outcome.is_there is None or outcome.is_there:
-                    gradients.add([loss * scale.to(loss.dtype) for loss in outcome.losses])
+                counts = outcome.is_there is None or outcome.is_there
+                losses = [loss * scale.to(loss.dtype) for loss in outcome.losses if counts]
+                gradients.add(losses, examples=ENGINE.examples(micro_batch))
                 return Part(
                     list(outcome.reported),
                     outcome.counts,
@@ -79,12 +87,17 @@ class Steps:
 
             part = self._run(step, model, micro_batches)
             paddings = [count.padding for count in model.counts]
-            total = gradients.total(sums.factors_of(part.counts, whole.guesses, paddings))
+            factors = sums.factors_of(part.counts, whole.guesses, paddings)
+            total = gradients.total(factors)
             told = self._told(model, part, penalty.detach(), micro_batches)
+            self.guard.check(total, told.values, told.logs)
+            squares = gradients.squares(factors, total, scale)
         with torch.no_grad():
             self._update(model.trained, total)
             told.write()
             model.written.write(part.written[1:], part.moments)
+        if self.meter is not None:
+            self.meter.add(self.examples, squares)
         return told.logs
 
     def test_step(self, data: Any) -> Logs:
@@ -109,13 +122,17 @@ class Steps:
     @contextlib.contextmanager
     def _nothing_changed_if_failing(self, weights: List[Tensor]) -> Iterator[sums.Gradients]:
         """Lets everything be as before if the code inside fails. It writes no variable."""
-        gradients, draws, buffers = sums.Gradients(weights), Draws(), self.modules.buffers()
+        gradients, draws, buffers = self._sums_of(weights), Draws(), self.modules.buffers()
         try:
             yield gradients
         except BaseException:
             for each in (gradients, draws, buffers):
                 each.put_back()
             raise
+
+    def _sums_of(self, weights: List[Tensor]) -> sums.Gradients:
+        is_measured = weights and self.meter is not None and self.meter.is_turn
+        return MeasuredGradients(weights, self.examples) if is_measured else sums.Gradients(weights)
 
     def _prepare(self, data: Any, training: bool) -> Tuple[MicroBatches, Whole]:
         """The micro-batches, and what is known of the whole batch."""

@@ -6,6 +6,7 @@ from typing import Any, Dict, List, Optional, Sequence
 
 import torch
 
+from macrobatch._keras.noise import Squares
 from macrobatch._types import Gradient, Tensor
 
 NARROW = (torch.float16, torch.bfloat16)
@@ -27,12 +28,13 @@ class Gradients:
         self._place = 0  # the loss whose gradients are in `.grad`
         self._set([None] * len(self._weights))
 
-    def add(self, losses: Sequence[Tensor], also: Sequence[Tensor] = ()) -> None:
+    def add(self, losses: Sequence[Tensor], also: Sequence[Tensor] = (), examples: int = 0) -> None:
         """Adds the gradients of the losses of a micro-batch, whose activations are then free.
 
         Args:
             losses: the losses.
             also: other tensors that get a `.grad`, of all losses together.
+            examples: the number of examples in the micro-batch; 0 for what belongs to none.
         """
         there = [place for place, loss in enumerate(losses) if loss.requires_grad]
         inputs = [*self._weights, *also]
@@ -70,9 +72,9 @@ class Gradients:
             factors: how much the gradients count that are summed apart, one for each count.
         """
         self._switch_to(0)
-        totals = self._of(0)
+        totals = self.of(0)
         for place, factor in enumerate(factors, 1):
-            for i, own in enumerate(self._of(place)):
+            for i, own in enumerate(self.of(place)):
                 if own is None:
                     continue
                 # Times 0 it is 0, even where the gradient is not finite: a mean over nothing.
@@ -85,12 +87,24 @@ class Gradients:
         self._set(totals)
         return totals
 
-    def _of(self, place: int) -> List[Gradient]:
+    def of(self, place: int) -> List[Gradient]:
         """The gradients of a loss, so far."""
         none: List[Gradient] = [None] * len(self._weights)
         own = [w.grad for w in self._weights] if place == self._place else none
         own, wide = self._apart.get(place, own), self._wide.get(place, none)
         return [narrow if each is None else each for each, narrow in zip(wide, own)]
+
+    def squares(
+        self, factors: Sequence[float], total: Sequence[Gradient], scale: Tensor
+    ) -> Optional[Squares]:
+        """What was measured of the gradients, for the gradient noise scale; None if nothing was.
+
+        Args:
+            factors: as for `total`.
+            total: the gradients of the whole batch.
+            scale: the loss scale that is in them.
+        """
+        return None
 
     def put_back(self) -> None:
         """Lets `.grad` be as it was."""

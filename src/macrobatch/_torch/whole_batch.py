@@ -27,6 +27,7 @@ class WholeBatchSteps(Steps):
             gradients.add([found.loss * scale.to(found.loss.dtype)], also=passes.watched)
             passes.run_again(gradients)
             total = gradients.total([])
+            self.guard.check(total, found.loss, found.logs)
         with torch.no_grad():
             self._update(model.trained, total)
             model.write(passes.part.written, passes.part.moments, found)

@@ -1,0 +1,1 @@
+"""The gradient noise scale: what is measured of an update, and kept."""
