@@ -52,14 +52,8 @@ def check(name: str) -> None:
         )
 
 
-def check_settings(name: str, is_auto: bool, nonfinite: str) -> None:
+def check_settings(name: str, nonfinite: str) -> None:
     """Raises for settings that only TensorFlow has so far."""
-    if name != TENSORFLOW and is_auto:
-        raise ValueError(
-            "Sizes that are found while training are available on TensorFlow only so far. "
-            f'Received: "auto", or no size, for a model on the {name!r} backend. Expected: a '
-            "number, micro_batch_size=8 for instance."
-        )
     if name != TENSORFLOW and nonfinite != "propagate":
         raise ValueError(
             "nonfinite= is available on TensorFlow only so far. Received: "

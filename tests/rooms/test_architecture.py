@@ -18,14 +18,15 @@ MAY_IMPORT = {
     "_backends": {"_checks"},
     "_optimizer_checks": {"_internals"},
     "_loop_checks": {"_checks"},
-    "_jax": {*SHARED, "_batches", "_keras", "_sizes"},
-    "_torch": {*SHARED, "_batches", "_keras", "_sizes"},
+    "_jax": {*SHARED, "_batches", "_keras", "_sizes", "_found_sizes"},
+    "_torch": {*SHARED, "_batches", "_keras", "_sizes", "_found_sizes"},
     "_types": set(),
     "_checks": set(),
     "_internals": set(),
     "_tensorflow": SHARED,
     "_batches": SHARED,
     "_keras": SHARED,
+    "_found_sizes": {*SHARED, "_batches", "_keras", "_sizes"},
     "_noise": {*SHARED, "_tensorflow", "_keras"},
     "_meeting": {*SHARED, "_tensorflow", "_batches", "_keras"},
     "_own_steps": {*SHARED, "_tensorflow", "_batches", "_keras"},
@@ -157,7 +158,7 @@ def test_each_backend_is_in_its_engine_only(module):
 
 # What `accumulate` needs before it knows the backend.
 NEUTRAL = [
-    *("_accumulate", "_batches", "_keras", "_sizes"),
+    *("_accumulate", "_batches", "_keras", "_sizes", "_found_sizes"),
     *("_checks", "_backends", "_types", "_internals"),
 ]
 

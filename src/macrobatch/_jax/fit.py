@@ -7,7 +7,9 @@ import keras
 
 from macrobatch import _checks, _internals
 from macrobatch._batches.cut import Cut
+from macrobatch._found_sizes import with_chosen
 from macrobatch._jax import checks, devices
+from macrobatch._jax.auto import Auto, compiled_by_size
 from macrobatch._jax.engine import ENGINE
 from macrobatch._jax.meeting import Meeting
 from macrobatch._jax.steps import Steps, batch_of
@@ -30,6 +32,7 @@ class Accumulation:
         model, cut, micro_batch_weight: what the user gave.
         steps: the train step and the test step.
         meeting: the trial whether examples meet.
+        auto: what finds the size of micro-batches, if asked for.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Accumulation:
         checks.no_nnx(keras.config.is_nnx_enabled())
         checks.no_own_train_step(overrides(model, "train_step"))
         checks.in_order(cut.axis)
+        cut = with_chosen(cut)
         found = devices.distribution()
         if whole_batch_loss:
             checks.whole_batch_on_one_device(found)
@@ -51,6 +55,7 @@ class Accumulation:
         kind = WholeBatchSteps if whole_batch_loss else Steps
         self.steps = kind(model, cut, micro_batch_weight)
         self.meeting = Meeting(model, cut, not whole_batch_loss)
+        self.auto = None if cut.chosen is None else Auto(self.steps, memory_limit)
         self._looks = False  # whether the size of the first batch of a fit is to be looked at
         self._replaced: Dict[str, Any] = {}
 
@@ -63,6 +68,8 @@ class Accumulation:
         if not overrides(self.model, "test_step"):  # One of its own sees the whole batch.
             methods["test_step"] = self.test_step
             methods["make_test_function"] = self.make_test_function
+        if self.auto is not None:
+            methods["fit"] = self.fit
         for name, method in methods.items():
             if name in vars(self.model):
                 self._replaced[name] = vars(self.model)[name]
@@ -97,19 +104,33 @@ class Accumulation:
         """As Keras', on micro-batches."""
         return self.steps.test_step(state, data)
 
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """As Keras', with sizes that are looked for."""
+        assert self.auto is not None
+        return self.auto.fit(*args, **kwargs)
+
     def make_train_function(self, force: bool = False) -> None:
         """As Keras', which calls it once at the start of a fit."""
         self._looks = True
         if self.model.train_function is None or force:
             self.meeting.start()
-            step = self._compiled_train_step() if self._is_compiled() else self.train_step
+            step: Callable[..., Any] = self.train_step
+            if self._is_compiled():
+                step = self._compiled_train_step()
+            if self.auto is not None:
+                self.auto.forget()
+                step = self.auto.attempting(True, step)
             step = self._looking_at_first_batch(self._keeping_state(step, TRAINING))
             self.model.train_function = _internals.step_by_step(self.model, step)
 
     def make_test_function(self, force: bool = False) -> None:
         """As Keras'."""
         if self.model.test_function is None or force:
-            step = jax.jit(self.test_step) if self._is_compiled() else self.test_step
+            step: Callable[..., Any] = self.test_step
+            if self._is_compiled():
+                step = compiled_by_size(self.test_step, self.cut)
+            if self.auto is not None:
+                step = self.auto.attempting(False, step)
             step = self._keeping_state(step, TESTING)
             self.model.test_function = _internals.step_by_step(self.model, step)
 
@@ -122,12 +143,14 @@ class Accumulation:
         Gradients are computed first. The update then writes into the memory of the weights, so that
         there is one copy of them and of the optimizer's variables, as in Keras' own step.
         """
-        found_of = jax.jit(self.steps.found)
+        found_of = compiled_by_size(self.steps.found, self.cut)
         updated = jax.jit(self.steps.updated, donate_argnums=(0, 1))
 
         def train_step(state: Any, data: Any) -> Any:
             # JAX computes while Python goes on, and raises later.
             found = jax.block_until_ready(found_of(state, data))
+            if self.auto is not None:
+                self.auto.is_writing = True
             return found.logs, tuple(updated(state[0], state[2], found))
 
         return train_step

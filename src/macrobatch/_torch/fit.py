@@ -4,9 +4,11 @@ from typing import Any, Callable, Dict, Optional
 
 from macrobatch import _checks, _internals
 from macrobatch._batches.cut import Cut
+from macrobatch._found_sizes import with_chosen
 from macrobatch._keras import model_checks
 from macrobatch._keras.report import overrides
 from macrobatch._torch import checks
+from macrobatch._torch.auto import Auto
 from macrobatch._torch.compiled import left_to_steps
 from macrobatch._torch.meeting import Meeting
 from macrobatch._torch.steps import Steps
@@ -21,6 +23,7 @@ class Accumulation:
         model, cut, micro_batch_weight: what the user gave.
         steps: the train step and the test step.
         meeting: the trial whether examples meet.
+        auto: what finds the size of micro-batches, if asked for.
     """
 
     def __init__(
@@ -34,11 +37,12 @@ class Accumulation:
     ):
         checks.no_own_train_step(overrides(model, "train_step"))
         checks.propagates(nonfinite)
-        checks.has_size(cut.chosen)
+        cut = with_chosen(cut)
         self.model, self.cut, self.micro_batch_weight = model, cut, micro_batch_weight
         kind = WholeBatchSteps if whole_batch_loss else Steps
         self.steps = kind(model, cut, micro_batch_weight)
         self.meeting = Meeting(model, cut, not whole_batch_loss, self.steps.modules)
+        self.auto = None if cut.chosen is None else Auto(self.steps, memory_limit)
         self._looks = False  # whether the size of the first batch of a fit is to be looked at
         self._replaced: Dict[str, Any] = {}
 
@@ -51,6 +55,8 @@ class Accumulation:
         }
         if not overrides(self.model, "test_step"):  # One of its own sees the whole batch.
             methods["test_step"] = self.test_step
+        if self.auto is not None:
+            methods["fit"] = self.fit
         for name, method in methods.items():
             if name in vars(self.model):
                 self._replaced[name] = vars(self.model)[name]
@@ -80,7 +86,7 @@ class Accumulation:
     def train_step(self, data: Any) -> Logs:
         """As Keras', on micro-batches."""
         steps = self.steps
-        logs = steps.train_step(data)
+        logs = steps.train_step(data) if self.auto is None else self.auto.train_step(data)
         self.meeting.try_once(steps.batch_of(data), self.micro_batch_weight)
         if self._looks:
             self._looks = False
@@ -90,7 +96,12 @@ class Accumulation:
 
     def test_step(self, data: Any) -> Logs:
         """As Keras', on micro-batches."""
-        return self.steps.test_step(data)
+        return (self.auto or self.steps).test_step(data)
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """As Keras', with sizes that are looked for."""
+        assert self.auto is not None
+        return self.auto.fit(*args, **kwargs)
 
     def make_train_function(self, force: bool = False) -> Any:
         """As Keras', which calls it once at the start of a fit."""
@@ -98,6 +109,8 @@ class Accumulation:
         if self.model.train_function is None or force:
             self.meeting.start()
             self.steps.forget(training=True)
+            if self.auto is not None:
+                self.auto.finder.forget()
         with left_to_steps(self.model):
             return type(self.model).make_train_function(self.model, force=force)
 

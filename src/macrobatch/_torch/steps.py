@@ -24,6 +24,10 @@ from macrobatch._torch.padding import Padding
 from macrobatch._types import Batch, Gradient, Logs, MicroBatches, Part, Tensor, Whole
 
 
+class Rehearsed(Exception):
+    """Ends a rehearsal where a step would begin to write. All is put back then."""
+
+
 class Steps:
     """The steps of one model.
 
@@ -33,6 +37,8 @@ class Steps:
         modules: the torch modules inside the model.
         examples: the number of examples in the latest batch.
         shows_size: whether the size of micro-batches shows in the update; None if not yet known.
+        is_rehearsal: whether steps end where they would begin to write.
+        has_begun: whether a step has begun to write since this was set to False.
     """
 
     def __init__(self, model: Any, cut: Cut, micro_batch_weight: Optional[Callable[..., Any]]):
@@ -43,6 +49,7 @@ class Steps:
         self.compiled = CompiledCall(model)
         self.examples = 0
         self.shows_size: Optional[bool] = None
+        self.is_rehearsal = self.has_begun = False
 
     def forget(self, training: bool) -> None:
         """Forgets what is known of a model that may be compiled anew."""
@@ -81,6 +88,7 @@ class Steps:
             paddings = [count.padding for count in model.counts]
             total = gradients.total(sums.factors_of(part.counts, whole.guesses, paddings))
             told = self._told(model, part, penalty.detach(), micro_batches)
+            self._begin_to_write()
         with torch.no_grad():
             self._update(model.trained, total)
             told.write()
@@ -102,6 +110,7 @@ class Steps:
             penalty = model.regularization()
             part = self._run(step, model, micro_batches)
             told = self._told(model, part, penalty, micro_batches)
+            self._begin_to_write()
             told.write()
             model.written.write(part.written[1:], part.moments)
         return told.logs
@@ -116,6 +125,11 @@ class Steps:
             for each in (gradients, draws, buffers):
                 each.put_back()
             raise
+
+    def _begin_to_write(self) -> None:
+        if self.is_rehearsal:
+            raise Rehearsed
+        self.has_begun = True
 
     def _prepare(self, data: Any, training: bool) -> Tuple[MicroBatches, Whole]:
         """The micro-batches, and what is known of the whole batch."""

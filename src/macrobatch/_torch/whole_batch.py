@@ -27,6 +27,7 @@ class WholeBatchSteps(Steps):
             gradients.add([found.loss * scale.to(found.loss.dtype)], also=passes.watched)
             passes.run_again(gradients)
             total = gradients.total([])
+            self._begin_to_write()
         with torch.no_grad():
             self._update(model.trained, total)
             model.write(passes.part.written, passes.part.moments, found)
@@ -39,6 +40,7 @@ class WholeBatchSteps(Steps):
         with torch.no_grad(), self._nothing_changed_if_failing([]):
             passes = self._first_pass(model, micro_batches, whole)
             found = self._loss(model, micro_batches, passes)
+            self._begin_to_write()
             model.write(passes.part.written, passes.part.moments, found)
         return found.logs
 
