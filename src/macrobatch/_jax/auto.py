@@ -23,6 +23,10 @@ class Auto(FoundSizes):
         is_writing: whether an update has begun, which takes the memory of the weights.
     """
 
+    # Buffers that do not fit are an error. But what XLA's threads take beside them may not fit
+    # either, and that ends the process (std::bad_alloc, seen with ulimit -v).
+    host_raises = False
+
     def __init__(self, steps: Steps, memory_limit: Any):
         found = devices.distribution()
         count = 1 if found is None else int(found.device_mesh.devices.size)

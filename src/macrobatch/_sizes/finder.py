@@ -18,6 +18,9 @@ Run = Callable[[Batch], Any]
 class Engine:
     """What a backend tells of the steps of one model, whose sizes are to be found."""
 
+    # Whether the backend raises an error where the kernel gives it no memory (`ulimit -v`).
+    host_raises = True
+
     def device(self) -> watch.DeviceMemory:
         """What the backend tells of the memory of GPUs."""
         raise NotImplementedError
@@ -148,7 +151,8 @@ class Finder:
     def _search(self, training: bool, batch: Batch, whole: int) -> Search:
         found = self._searches[training]
         if found is None:
-            self._watch = watch.needed(self.memory_limit, self._engine.device())
+            engine = self._engine
+            self._watch = watch.needed(self.memory_limit, engine.device(), engine.host_raises)
             limit = None if self._watch is None else self._watch.limit.bytes
             power = 1 if self._in_tokens else 2
             first = self._cached(batch, whole) if training else self.size

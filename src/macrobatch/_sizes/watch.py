@@ -33,13 +33,19 @@ class Watch(NamedTuple):
     before: int
 
 
-def needed(memory_limit: Any, device: DeviceMemory) -> Optional[Watch]:
+def needed(memory_limit: Any, device: DeviceMemory, host_raises: bool = True) -> Optional[Watch]:
     """What memory is watched with; None if running out of memory is an error, and no limit given.
 
     Otherwise the kernel might kill the process.
+
+    Args:
+        memory_limit: what the user gave.
+        device: what the backend tells of GPUs.
+        host_raises: whether the backend raises an error where the kernel gives it no memory.
     """
     on_gpu = bool(device.gpus())
-    if memory_limit is None and limits.running_out_is_an_error(on_gpu):
+    is_error = limits.running_out_is_an_error(on_gpu) and (on_gpu or host_raises)
+    if memory_limit is None and is_error:
         return None
     limit = limit_of_gpu(memory_limit, device) if on_gpu else limits.memory_limit(memory_limit)
     assert limit is not None
