@@ -41,6 +41,10 @@ class Engine:
         """The size that takes all of a batch at once, and how much one example is."""
         raise NotImplementedError
 
+    def can_rehearse(self) -> bool:
+        """Whether a train step can be run up to where it would write. If not, sizes grow."""
+        return True
+
     def rehearse(self, batch: Batch, size: int) -> Callable[[], Any]:
         """What runs two micro-batches of a size, of a batch, up to where a step would write."""
         raise NotImplementedError
@@ -126,11 +130,15 @@ class Finder:
         whole, extent = self._engine.measured(batch)
         search = self._search(training, batch, whole)
         search.meet(whole, extent)
-        if training and search.to_rehearse() is not None:
-            self._rehearse(search, batch)
+        rehearses = training and self._engine.can_rehearse()
+        if search.to_rehearse() is not None:
+            if rehearses:
+                self._rehearse(search, batch)
+            else:
+                self._check_room(search)
         was_settled, tried = search.is_settled, []
         while True:
-            size = self._engine.agreed(search, self._next(search, training), batch)
+            size = self._engine.agreed(search, self._next(search, rehearses), batch)
             self._engine.set(size)
             tried.append(size)
             found = self._once(search, training, run, batch, whole)
@@ -143,9 +151,9 @@ class Finder:
             self._keep(search, whole, not was_settled)
         return found
 
-    def _next(self, search: Search, training: bool) -> int:
-        """The size for a batch. Testing needs no rehearsals: its batches grow."""
-        size = None if training else search.to_rehearse()
+    def _next(self, search: Search, rehearses: bool) -> int:
+        """The size for a batch. Where there are no rehearsals, sizes grow from batch to batch."""
+        size = None if rehearses else search.to_rehearse()
         return search.next() if size is None else search.next_is(size)
 
     def _search(self, training: bool, batch: Batch, whole: int) -> Search:
@@ -212,11 +220,13 @@ class Finder:
         engine.ran()
         if training and engine.shows_size():
             search.looks = False
-        if peak is not None and training:
+        rehearses = training and engine.can_rehearse()
+        if peak is not None and rehearses:
             search.takes_beyond(int(peak - search.expected(search.size)))
         elif peak is not None:
             search.rehearsed(search.size, peak)
-        if engine.is_typical():
+        grows = not rehearses and search.to_rehearse() is not None
+        if engine.is_typical() and not grows:
             search.ran(whole, seconds)
         if training and not search.is_settled:
             is_new = search.size not in self._ran
@@ -250,3 +260,11 @@ class Finder:
         if self.memory_limit is not None and search.expects(1) > limit.bytes:
             least = limits.shown(search.expects(1))
             raise checks.too_little(limit, least, self.unit)
+
+    def _check_room(self, search: Search) -> None:
+        """Raises for a limit that an update alone exceeds, where nothing has been rehearsed."""
+        if self._watch is None or self.memory_limit is None or search.has_peaks:
+            return
+        least = self._watch.before + self._engine.of_update()
+        if least > self._watch.limit.bytes:
+            raise checks.too_little(self._watch.limit, limits.shown(least), self.unit)
