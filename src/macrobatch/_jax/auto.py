@@ -5,9 +5,11 @@ from typing import Any, Callable, Dict, Optional
 import jax
 from keras import tree
 
+from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
 from macrobatch._found_sizes import Backend, FoundSizes
 from macrobatch._jax import device_memory, devices
+from macrobatch._jax.engine import ENGINE
 from macrobatch._jax.steps import Steps, batch_of
 from macrobatch._sizes import watch
 from macrobatch._types import Batch
@@ -75,10 +77,9 @@ class Auto(FoundSizes):
         return bool(model.jit_compile) and not model.run_eagerly
 
     def rehearse(self, batch: Batch, size: int) -> Callable[[], Any]:
+        whole, _ = in_order.checked(batch_of(batch), ENGINE)
         rows = jax.numpy.asarray(self.rows_of(batch, size))
-        few = tree.map_structure(
-            lambda leaf: None if leaf is None else jax.numpy.asarray(leaf)[rows], batch_of(batch)
-        )
+        few = tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], whole)
         found = self._rehearsed if self.compiles() else self._steps.found
 
         def work() -> None:

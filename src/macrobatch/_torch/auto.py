@@ -5,9 +5,11 @@ from typing import Any, Callable
 import torch
 from keras import tree
 
+from macrobatch._batches import in_order
 from macrobatch._found_sizes import Backend, FoundSizes
 from macrobatch._sizes import watch
 from macrobatch._torch import device_memory, memory
+from macrobatch._torch.engine import ENGINE
 from macrobatch._torch.steps import Rehearsed, Steps
 from macrobatch._types import Batch, Logs
 
@@ -49,6 +51,7 @@ class Auto(FoundSizes):
         return bool(self._steps.model.jit_compile)
 
     def rehearse(self, batch: Batch, size: int) -> Callable[[], Any]:
+        in_order.checked(batch, ENGINE)
         rows = self.rows_of(batch, size)
         few = tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], batch)
 
