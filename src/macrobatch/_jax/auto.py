@@ -22,6 +22,7 @@ class Auto(FoundSizes):
     """The sizes of one model.
 
     Attributes:
+        found: what a step comes to before its update, of a state and of data; compiled if steps are.
         is_writing: whether an update has begun, which takes the memory of the weights.
     """
 
@@ -37,12 +38,12 @@ class Auto(FoundSizes):
         )
         self.is_writing = False
         self._state: Any = None
-        self._rehearsed = compiled_by_size(steps.found, steps.cut)
+        self.found: Function = steps.found
 
     def forget(self) -> None:
         """Looks again: the model may have been compiled anew."""
         self.finder.forget()
-        self._rehearsed = compiled_by_size(self._steps.found, self._steps.cut)
+        self.found = self._steps.found
 
     def attempting(self, training: bool, step: Function) -> Function:
         """A step that runs as often as it takes."""
@@ -80,10 +81,9 @@ class Auto(FoundSizes):
         whole, _ = in_order.checked(batch_of(batch), ENGINE)
         rows = jax.numpy.asarray(self.rows_of(batch, size))
         few = tree.map_structure(lambda leaf: None if leaf is None else leaf[rows], whole)
-        found = self._rehearsed if self.compiles() else self._steps.found
 
         def work() -> None:
-            jax.block_until_ready(found(self._state, few))
+            jax.block_until_ready(self.found(self._state, few))
 
         if self.compiles():
             work()  # which compiles: that takes memory too, but only once

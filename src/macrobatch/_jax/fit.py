@@ -114,11 +114,12 @@ class Accumulation:
         self._looks = True
         if self.model.train_function is None or force:
             self.meeting.start()
+            if self.auto is not None:
+                self.auto.forget()
             step: Callable[..., Any] = self.train_step
             if self._is_compiled():
                 step = self._compiled_train_step()
             if self.auto is not None:
-                self.auto.forget()
                 step = self.auto.attempting(True, step)
             step = self._looking_at_first_batch(self._keeping_state(step, TRAINING))
             self.model.train_function = _internals.step_by_step(self.model, step)
@@ -145,6 +146,8 @@ class Accumulation:
         """
         found_of = compiled_by_size(self.steps.found, self.cut)
         updated = jax.jit(self.steps.updated, donate_argnums=(0, 1))
+        if self.auto is not None:
+            self.auto.found = found_of
 
         def train_step(state: Any, data: Any) -> Any:
             # JAX computes while Python goes on, and raises later.
