@@ -22,7 +22,7 @@ class Auto(FoundSizes):
     """The sizes of one model.
 
     Attributes:
-        found: what a step comes to before its update, of a state and of data; compiled if steps are.
+        found: what a step comes to before its update, of a state and data; compiled if steps are.
         is_writing: whether an update has begun, which takes the memory of the weights.
     """
 
