@@ -99,12 +99,14 @@ def plain(build=dense, *data, **options):
     return model
 
 
-MODES = [{}, {"metrics": ["mae"], "loss": "mae"}]
+MORE = [{"metrics": ["mae"], "loss": "mae"}]
 if BACKEND == "jax":
-    MODES += [{"run_eagerly": True}, {"steps_per_execution": 2}]
+    MORE += [{"run_eagerly": True}, {"steps_per_execution": 2}]
 
 
-@pytest.mark.parametrize("options", MODES, ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, *(pytest.param(each, marks=thorough) for each in MORE)], ids=str
+)
 def test_a_batch_that_runs_out_is_run_again(options, monkeypatch, caplog):
     expected = plain(**options)
     narrow(monkeypatch, 4 * 5)
@@ -126,16 +128,17 @@ def test_batches_that_come_once_and_testing(monkeypatch):
     expected = compiled(dense())
     for batch in batches():
         expected.train_on_batch(*batch)
-    narrow(monkeypatch, 4 * 5)
+    narrow(monkeypatch, 4 * 17)
     model = macrobatch.accumulate(compiled(dense()))
     fitted(model, batches(), epochs=1, batch_size=None, steps_per_epoch=3)
     assert_same(expected, model)
-    found = model.evaluate(x, y, batch_size=24, verbose=0)
-    assert max(Room.ran) == 4
+    found = model.evaluate(x, y, batch_size=20, verbose=0)
+    assert max(Room.ran) == 16
     monkeypatch.setattr(Room, "most", 10**9)
     np.testing.assert_allclose(found, expected.evaluate(x, y, verbose=0), rtol=1e-10)
 
 
+@thorough
 def test_testing_first_and_train_on_batch(monkeypatch):
     expected = compiled(dense(), metrics=["mae"])
     before = expected.evaluate(x, y, verbose=0)
@@ -163,7 +166,7 @@ def test_nothing_fits(monkeypatch):
     model.optimizer.build(model.trainable_variables)
     before = values_of(model)
     with pytest.raises(RuntimeError, match=r"(?s)RematScope.*no room for 4") as caught:
-        fitted(model)
+        fitted(model, batch_size=2)
     kind = {"torch": "OutOfMemoryError", "jax": "JaxRuntimeError"}[BACKEND]
     assert type(caught.value).__name__ == kind
     assert_unchanged(before, model)
@@ -205,13 +208,13 @@ def test_another_error_is_none_of_our_business():
 def test_where_the_size_shows_it_is_only_shrunk(layer, monkeypatch):
     narrow(monkeypatch, 4 * 9)
     model = macrobatch.accumulate(compiled(dense(layer())))
-    assert fitted(model, epochs=4)["micro_batch_size"] == [8] * 4
+    assert fitted(model, batch_size=12)["micro_batch_size"] == [8] * 3
     again = macrobatch.accumulate(compiled(dense(layer())), micro_batch_size=8)
-    fitted(again, epochs=4)
+    fitted(again, batch_size=12)
     assert_unchanged(values_of(again), model)
 
 
-@pytest.mark.parametrize("pays", [True, False])
+@pytest.mark.parametrize("pays", [pytest.param(True, marks=thorough), False])
 def test_the_fastest_size_is_looked_for_where_that_pays(pays, monkeypatch, caplog):
     """Compiled, each size costs a compilation. In eager steps, looking is free."""
     monkeypatch.setattr(_found_sizes.Paying, "__call__", lambda self, is_new, seconds: pays)
@@ -297,10 +300,10 @@ def test_memory_is_watched_where_running_out_is_no_error(watched):
     # Bytes of 11 examples. Beyond what was measured, growth counts one and a half times.
     most = int((2**20 + 16 * 11) / 0.95)
     model = macrobatch.accumulate(build(), memory_limit=most)
-    history = fitted(model)
+    history = fitted(model, batch_size=20)
     assert history["micro_batch_size"] == [8, 8, 8]
     again = macrobatch.accumulate(build(), micro_batch_size=8)
-    fitted(again)
+    fitted(again, batch_size=20)
     assert_unchanged(values_of(again), model)
 
 
@@ -316,15 +319,15 @@ def test_a_limit_in_which_nothing_fits(watched):
 def test_what_was_found_is_found_again(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     monkeypatch.setenv("MACROBATCH_CACHE", "1")
-    narrow(monkeypatch, 4 * 5)
+    narrow(monkeypatch, 4 * 17)
 
     def build():  # With dropout it settles at once.
         return compiled(dense(layers.Dropout(0.5, seed=1)))
 
-    fitted(macrobatch.accumulate(build()), epochs=1)
+    fitted(macrobatch.accumulate(build()), epochs=1, batch_size=20)
     assert "ran out" in caplog.text
     caplog.clear()
-    fitted(macrobatch.accumulate(build()), epochs=1)
+    fitted(macrobatch.accumulate(build()), epochs=1, batch_size=20)
     assert "ran out" not in caplog.text
     assert "found before" in caplog.text
 
@@ -332,14 +335,15 @@ def test_what_was_found_is_found_again(monkeypatch, tmp_path, caplog):
 def test_history_with_callbacks_of_the_users_own(tmp_path):
     path = str(tmp_path / "log.csv")
     model = macrobatch.accumulate(compiled(dense()))
-    history = fitted(model, callbacks=keras.callbacks.CSVLogger(path), validation_data=(x, y))
+    options = {"batch_size": 20, "validation_data": (x[:20], y[:20])}
+    history = fitted(model, callbacks=keras.callbacks.CSVLogger(path), **options)
     assert {"loss", "val_loss", "micro_batch_size"} == set(history)
     assert len(history["micro_batch_size"]) == 3
     with open(path) as file:
         assert "micro_batch_size" in file.readline()
     macrobatch.release(model)
     assert "fit" not in vars(model)
-    assert set(fitted(model)) == {"loss"}
+    assert set(fitted(model, batch_size=20, epochs=1)) == {"loss"}
     assert logging.getLogger("macrobatch").level == logging.NOTSET
 
 
