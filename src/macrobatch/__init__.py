@@ -19,15 +19,15 @@ The rooms, in the order of the data flow. A room imports only from those above i
     _backends                    the backends of Keras, and the room of each: the one table
     _batches                     batch -> micro-batches, in order or by length
     _keras                       model, loss and metrics of a micro-batch, from values to values
+    _sizes                       sizes that are found: limits, peaks, the search, files
+    _found_sizes                 what JAX and torch share of them
     _tensorflow                  the engine: graph, sums, the loop, replicas, the update
     _noise                       the gradient noise scale: what is measured of an update
     _jax, _torch                 the engines and the way into fit() on JAX and on torch
     _meeting                     whether examples meet, tried with some of a batch
-    _sizes                       sizes that are found: limits, peaks, the search, files
     _own_steps                   a step that a model brings itself, on gradients of the whole batch
     _workers                     several processes: wait for each other, launch them
     _gradients                   functions of the user's: how they run, in one pass or two
-    _sizes                       how much memory there may be, and what each size takes
     _fit                         puts it all into a Keras model on TensorFlow
     _no_trace                    work on a user's model that leaves no trace
     _run                         scripts and notebooks, each fit() of which is accumulated

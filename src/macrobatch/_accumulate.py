@@ -111,14 +111,12 @@ def accumulate(
     )
     limits.parsed(memory_limit)
     sizes: Any = (cut.size, cut.tokens)
-    is_auto = batch_checks.AUTO in sizes
-    if not is_auto:
+    if batch_checks.AUTO not in sizes:
         limits.no_limit_with_size(memory_limit, cut.size or cut.tokens)
     weight = checks.micro_batch_weight(micro_batch_weight)
     of_whole_batch = checks.whole_batch_loss(whole_batch_loss, weight)
     one_of("nonfinite", nonfinite, NONFINITE)
     checks.keras_model(model)
-    _backends.check_settings(keras.backend.backend(), is_auto)
     if cut.axis is not None:
         batch_checks.free_lengths(inputs_of(model), cut.axis)
     optimizer = getattr(model, "optimizer", None)

@@ -61,16 +61,6 @@ def check(name: str) -> None:
         )
 
 
-def check_settings(name: str, is_auto: bool) -> None:
-    """Raises for settings that only TensorFlow has so far."""
-    if name != TENSORFLOW and is_auto:
-        raise ValueError(
-            "Sizes that are found while training are available on TensorFlow only so far. "
-            f'Received: "auto", or no size, for a model on the {name!r} backend. Expected: a '
-            "number, micro_batch_size=8 for instance."
-        )
-
-
 def check_available(name: str) -> None:
     """Raises for a name of the package that the backend that is installed cannot have."""
     if name == "ExactnessWarning":

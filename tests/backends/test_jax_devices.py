@@ -179,3 +179,25 @@ def test_a_loss_sees_the_examples_of_all_devices(two_devices):
     assert_same(found[1][0], found[0][0])
     for name, value in found[1][1].items():
         np.testing.assert_allclose(found[0][1][name], value, rtol=1e-10)
+
+
+def test_sizes_that_are_found(two_devices, monkeypatch, caplog):
+    """A size is that of each device, which has five examples of a batch."""
+    monkeypatch.setattr("macrobatch._jax.auto.Auto.host_raises", True)
+    monkeypatch.setattr("macrobatch._sizes.limit.running_out_is_an_error", lambda on_gpu: True)
+    monkeypatch.setenv("MACROBATCH_CACHE", "0")
+
+    def narrow(y_true, y_pred):
+        if y_pred.shape[0] == 5:
+            raise MemoryError("no room for five")
+        return keras.ops.mean(keras.ops.square(y_true - y_pred), -1)
+
+    expected, _ = fitted(dense, X, Y, accumulated=False)
+    keras.utils.set_random_seed(7)
+    model = dense()
+    model.compile(keras.optimizers.SGD(0.1, momentum=0.9), narrow)
+    accumulate(model, "auto")
+    history = model.fit(X, Y, batch_size=10, epochs=2, shuffle=False, verbose=0).history
+    assert history["micro_batch_size"] == [4, 4]
+    assert "a batch of 5 ran out of memory with micro_batch_size=5" in caplog.text
+    assert_same(expected, model)

@@ -42,12 +42,6 @@ def test_what_to_use_in_a_loop_of_ones_own(name):
         getattr(macrobatch, name)
 
 
-@pytest.mark.parametrize("size", [{}, {"micro_batch_size": "auto"}])
-def test_sizes_that_are_found(size):
-    with pytest.raises(ValueError, match=r"TensorFlow only.*micro_batch_size=8"):
-        macrobatch.accumulate(dense(), **size)
-
-
 def test_a_backend_that_cannot_train(monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "openvino")
     with pytest.raises(ValueError, match=r"JAX or torch.*'openvino' backend.*KERAS_BACKEND"):

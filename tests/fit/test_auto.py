@@ -15,6 +15,7 @@ from test_accumulator_everywhere import mirrored
 import macrobatch
 from macrobatch._fit import auto as autos
 from macrobatch._sizes import limit, watch
+from macrobatch._tensorflow import device_memory
 
 x = np.random.RandomState(0).randn(60, 4)
 y = np.random.RandomState(1).randn(60, 1)
@@ -469,7 +470,7 @@ def test_release_takes_everything_back():
 
 
 def test_a_fraction_of_a_gpu_whose_size_nobody_knows(monkeypatch):
-    monkeypatch.setattr(watch.device_memory, "gpus", lambda: ["GPU:0"])
-    assert watch.needed(None) is None
+    monkeypatch.setattr(device_memory, "gpus", lambda: ["GPU:0"])
+    assert watch.needed(None, device_memory) is None
     with pytest.raises(ValueError, match=r"a fraction of it is not known. Received: .*=0\.5"):
-        watch.needed(0.5)
+        watch.needed(0.5, device_memory)

@@ -4,14 +4,14 @@ from mutant import Mutant
 
 FIT, LOOPS = "fit/test_auto.py::test_", "loops/test_auto_sizes.py::test_"
 SEARCH_TESTS, CACHE_TESTS = "rooms/test_search.py::test_", "rooms/test_cache.py::test_"
-AUTO, STEPS, SEARCH = "_fit/auto.py", "_fit/steps.py", "_sizes/search.py"
+AUTO, STEPS, SEARCH = "_sizes/finder.py", "_fit/steps.py", "_sizes/search.py"
 GRAPHS, CACHE, CUT = "_gradients/auto.py", "_sizes/cache.py", "_batches/in_order.py"
 
 MUTANTS = [
     Mutant(
         "sizes: a batch that has begun to write is run again",
         AUTO,
-        "            if self._has_begun():\n",
+        "            if engine.has_begun():\n",
         "            if False:\n",
         (FIT + "an_optimizer_that_runs_out_is_not_called_again",),
     ),
@@ -25,9 +25,9 @@ MUTANTS = [
     Mutant(
         "sizes: a batch that runs out is skipped",
         AUTO,
-        "                if logs is not None:\n                    break\n",
-        "                if logs is not None or len(tried) > 2:\n"
-        "                    logs = logs or {'loss': 0.0}\n                    break\n",
+        "            if found is not None:\n                break\n",
+        "            if found is not None or len(tried) > 2:\n"
+        "                found = found or {'loss': 0.0}\n                break\n",
         (FIT + "a_batch_that_runs_out_is_run_again",),
     ),
     Mutant(

@@ -18,18 +18,19 @@ MAY_IMPORT = {
     "_backends": {"_checks"},
     "_optimizer_checks": {"_internals"},
     "_loop_checks": {"_checks"},
-    "_jax": {*SHARED, "_batches", "_keras", "_noise"},
-    "_torch": {*SHARED, "_batches", "_keras", "_noise"},
+    "_jax": {*SHARED, "_batches", "_keras", "_noise", "_sizes", "_found_sizes"},
+    "_torch": {*SHARED, "_batches", "_keras", "_noise", "_sizes", "_found_sizes"},
     "_types": set(),
     "_checks": set(),
     "_internals": set(),
     "_tensorflow": SHARED,
     "_batches": SHARED,
     "_keras": SHARED,
+    "_found_sizes": {*SHARED, "_batches", "_keras", "_sizes"},
     "_noise": {*SHARED, "_tensorflow", "_keras"},
     "_meeting": {*SHARED, "_tensorflow", "_batches", "_keras"},
     "_own_steps": {*SHARED, "_tensorflow", "_batches", "_keras"},
-    "_sizes": {*SHARED, "_tensorflow"},
+    "_sizes": SHARED,
     "_workers": {*SHARED, "_tensorflow"},
     "_fit": {
         *SHARED,
@@ -155,8 +156,10 @@ def test_each_backend_is_in_its_engine_only(module):
 
 
 # What `accumulate` needs before it knows the backend.
-NEUTRAL = ["_accumulate", "_batches", "_keras", "_checks", "_backends", "_types", "_internals"]
-NEUTRAL += ["_no_trace", "_verify"]
+NEUTRAL = [
+    *("_accumulate", "_batches", "_keras", "_sizes", "_found_sizes", "_no_trace", "_verify"),
+    *("_checks", "_backends", "_types", "_internals"),
+]
 
 
 @pytest.mark.parametrize("module", [m for m in FILES if room_of(m) in NEUTRAL])
@@ -165,10 +168,10 @@ def test_the_way_in_imports_no_backend(module):
     assert not imported & {"tensorflow", "jax", "torch"}
 
 
-@pytest.mark.parametrize("name", ["limit", "peaks"])
-def test_limits_and_peaks_know_no_tensorflow(name):
-    imported = [each.split(".")[0] for each in imports_of(FILES[f"macrobatch._sizes.{name}"])]
-    assert not {"tensorflow", "keras"} & set(imported)
+@pytest.mark.parametrize("module", [m for m in FILES if room_of(m) == "_sizes"])
+def test_sizes_know_no_backend_and_no_keras(module):
+    imported = {each.split(".")[0] for each in imports_of(FILES[module])}
+    assert not {"tensorflow", "jax", "torch", "keras"} & imported
 
 
 @pytest.mark.parametrize("name", ["checks", "host", "scale"])

@@ -2,6 +2,7 @@
 
 import pytest
 
+from macrobatch._sizes.paying import Paying
 from macrobatch._sizes.search import Search
 
 
@@ -162,3 +163,41 @@ def test_what_was_found_before_is_taken_at_once():
     assert search.is_settled
     search = Search(first=32)
     assert run(search, lambda size: 1.0, most=10) == [32, 16, 8]
+
+
+def test_it_settles_with_the_fastest_size_so_far():
+    search = Search()
+    search.meet(8, 1.0)
+    for seconds in (9.0, 8.0, 9.0, 4.0, 9.0, 5.0):  # of each size the second one counts
+        search.next()
+        search.ran(8, seconds)
+    search.settle()
+    assert search.is_settled
+    assert search.next() == 4
+    assert search.found() == "the fastest of 2, 4, 8"
+
+
+def test_it_settles_with_the_size_that_fits_if_no_other_was_timed():
+    search = Search()
+    search.meet(8, 1.0)
+    for seconds in (9.0, 8.0):
+        search.next()
+        search.ran(8, seconds)
+    search.settle()
+    assert search.next() == 8
+    assert search.found() == "all at once"
+
+
+@pytest.mark.parametrize(("updates", "pays"), [(None, False), (40, False), (1000, True)])
+def test_a_size_must_save_more_than_it_takes_to_compile(updates, pays):
+    paying = Paying()
+    paying.expect(updates)
+    paying(True, 10.0)
+    assert paying(False, 1.0) is pays  # of which it might save a tenth
+
+
+def test_it_stops_paying_when_little_is_left():
+    paying = Paying()
+    paying.expect(104)
+    found = [paying(number == 0, 10.0 if number == 0 else 1.0) for number in range(8)]
+    assert found == [True, True, True, False, False, False, False, False]

@@ -6,8 +6,9 @@ from typing import Any, Callable, Set, Tuple
 
 import tensorflow as tf
 
+from macrobatch._sizes import checks
 from macrobatch._sizes.search import Search
-from macrobatch._tensorflow import size_checks as checks
+from macrobatch._tensorflow.size_checks import exhausted
 from macrobatch._types import Batch
 from macrobatch._workers.agreement import Agreement
 
@@ -49,5 +50,5 @@ class Agreed:
                 self._fitted.add((agreed, shapes))
                 return agreed
             if not search.ran_out():
-                raise checks.ran_out_at_one(self._unit, "on one of the workers")
+                raise exhausted(checks.ran_out_at_one(self._unit, "on one of the workers"))
             size = search.next()

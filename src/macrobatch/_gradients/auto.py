@@ -10,11 +10,10 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 import tensorflow as tf
 
 from macrobatch._batches.cut import Cut
-from macrobatch._sizes import watch
+from macrobatch._sizes import checks, watch
 from macrobatch._sizes.peaks import peak_of
 from macrobatch._sizes.search import Search
-from macrobatch._tensorflow import graph, leaves, replicas, trace
-from macrobatch._tensorflow import size_checks as checks
+from macrobatch._tensorflow import device_memory, graph, leaves, replicas, size_checks, trace
 from macrobatch._tensorflow.chosen import ChosenSize
 from macrobatch._tensorflow.extents import Batches
 from macrobatch._types import Batch, Size
@@ -39,7 +38,7 @@ class AutoSize:
     def __init__(self, strategy: Any, in_tokens: bool, axis: Optional[int], memory_limit: Any):
         self._in_tokens, self._axis, self._memory_limit = in_tokens, axis, memory_limit
         self._unit = "micro_batch_tokens" if in_tokens else "micro_batch_size"
-        self._watch = watch.needed(memory_limit)
+        self._watch = watch.needed(memory_limit, device_memory)
         limit = None if self._watch is None else self._watch.limit.bytes
         self._search = Search(limit, looks=False, power=1 if in_tokens else 2)
         self._batches = Batches(None, axis, in_tokens)
@@ -70,7 +69,7 @@ class AutoSize:
     def _begin(self, batch: Batch, examples: Size) -> Size:
         """The size for a call of a graph: after one that did not finish, half of it."""
         if self._watch is not None and not self._search.is_settled:
-            raise checks.not_in_a_graph(self._unit)
+            raise size_checks.not_in_a_graph(self._unit)
         started, finished = replicas.read(self._started), replicas.read(self._finished)
         before, whole = replicas.read(self._size), self._whole(batch, examples)
         if self._search.is_settled:
@@ -115,10 +114,11 @@ class AutoSize:
                     work()
                     search.ran(whole)
             except (tf.errors.OpError, MemoryError) as error:
-                if not checks.is_out_of_memory(error):
+                if not size_checks.is_out_of_memory(error):
                     raise
                 if not search.ran_out():
-                    raise checks.ran_out_at_one(self._unit, str(error)) from error
+                    message = checks.ran_out_at_one(self._unit, str(error))
+                    raise size_checks.exhausted(message) from error
                 continue
             if len(tried) > 1:
                 checks.LOG.warning(checks.shrunk(self._unit, tried, whole))
@@ -139,9 +139,9 @@ def auto_size(
     several = replicas.in_several()
     strategy = tf.distribute.get_strategy() if several else None
     if several and (tf.executing_eagerly() or replicas.has_several_workers(strategy)):
-        raise checks.not_with("strategy.run outside of a tf.function, or on several workers")
+        raise size_checks.not_with("strategy.run outside of a tf.function, or on several workers")
     if graph.in_xla():
-        raise checks.not_with("jit_compile=True, where sizes are constants")
+        raise size_checks.not_with("jit_compile=True, where sizes are constants")
     of_function = _sizes.setdefault(getattr(function, "__code__", function), {})
     key = id(strategy), tuple(map(id, variables)), in_tokens, axis, memory_limit
     if key not in of_function:

@@ -11,7 +11,7 @@ from jax import numpy as jnp
 from macrobatch._batches.examples import Examples
 from macrobatch._jax.engine import ENGINE
 from macrobatch._jax.state import State, StateScope
-from macrobatch._jax.steps import Halves, batch_of
+from macrobatch._jax.steps import Halves, Run, batch_of
 from macrobatch._keras import finite
 from macrobatch._keras.guard import Guard
 from macrobatch._keras.model import ModelStep
@@ -40,13 +40,13 @@ class Finite(Skipping):
         self.state: Any = None
         self.latest: Batch = None
 
-    def train_step(self, halves: Halves, state: Any, data: Batch) -> Tuple[Logs, Any]:
+    def train_step(self, halves: Halves, run: Run, state: Any, data: Batch) -> Tuple[Logs, Any]:
         """Runs a train step on a batch, again if need be."""
         self._guard.start(self._model.optimizer)
         self.state, self.latest = State(*state), None
         after = state
 
-        def run(batch: Batch) -> Logs:
+        def both(batch: Batch) -> Logs:
             nonlocal after
             found = jax.block_until_ready(halves.found(state, batch))
             is_bad = not bool(found.is_finite)
@@ -57,7 +57,7 @@ class Finite(Skipping):
             return {**found.logs, NOT_FINITE: int(is_bad)}
 
         try:
-            return self(run, data), after
+            return self(lambda batch: run(state, both, batch), data), after
         finally:
             self.state = None
 

@@ -8,14 +8,16 @@ import keras
 
 from macrobatch import _checks, _internals
 from macrobatch._batches.cut import Cut
+from macrobatch._found_sizes import with_chosen
 from macrobatch._jax import checks, devices, turns
+from macrobatch._jax.auto import Auto
 from macrobatch._jax.by_length import LengthSteps
 from macrobatch._jax.engine import ENGINE
 from macrobatch._jax.finite import Finite
 from macrobatch._jax.meeting import Meeting
 from macrobatch._jax.noise import NoiseWatch
 from macrobatch._jax.state import State
-from macrobatch._jax.steps import Halves, Steps, batch_of
+from macrobatch._jax.steps import Halves, Steps, batch_of, once, train_step
 from macrobatch._jax.whole_batch import WholeBatchSteps
 from macrobatch._keras import model_checks
 from macrobatch._keras.guard import Guard
@@ -39,6 +41,7 @@ class Accumulation:
         model, cut, micro_batch_weight: what the user gave.
         steps: the train step and the test step.
         meeting: the trial whether examples meet.
+        auto: what finds the size of micro-batches, if asked for.
         finite: runs batches without examples that are not finite, if asked for.
         noise: measures the gradient noise scale, if asked for.
     """
@@ -54,12 +57,14 @@ class Accumulation:
     ):
         checks.no_nnx(keras.config.is_nnx_enabled())
         checks.no_own_train_step(overrides(model, "train_step"))
+        cut = with_chosen(cut)
         found = devices.distribution()
         checks.by_length(cut.axis, found, whole_batch_loss)
         self.model, self.cut, self.micro_batch_weight = model, cut, micro_batch_weight
         kind = WholeBatchSteps if whole_batch_loss else Steps if cut.axis is None else LengthSteps
         self.steps = kind(model, cut, micro_batch_weight)
         self.meeting = Meeting(model, cut, not whole_batch_loss)
+        self.auto = None if cut.chosen is None else Auto(self.steps, memory_limit)
         self.noise = NoiseWatch()
         self.steps.guard = Guard(nonfinite)
         self.finite = Finite(
@@ -80,7 +85,9 @@ class Accumulation:
             methods["test_step"] = self.test_step
             methods["make_test_function"] = self.make_test_function
         if self.steps.guard.is_wanted:
-            methods.update(fit=self.fit, reset_metrics=self.reset_metrics)
+            methods["reset_metrics"] = self.reset_metrics
+        if self.steps.guard.is_wanted or self.auto is not None:
+            methods["fit"] = self.fit
         for name, method in methods.items():
             if name in vars(self.model):
                 self._replaced[name] = vars(self.model)[name]
@@ -126,6 +133,11 @@ class Accumulation:
         """As Keras', on micro-batches."""
         return self.steps.test_step(state, data)
 
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """As Keras', with sizes that are looked for."""
+        assert self.auto is not None
+        return self.auto.fit(*args, **kwargs)
+
     def make_train_function(self, force: bool = False) -> None:
         """As Keras', which calls it once at the start of a fit."""
         self._looks = True
@@ -134,9 +146,11 @@ class Accumulation:
             self.meeting.start()
             self.steps.forget(training=True)
             halves = self.noise.watching(self._halves(), self._halves(measures=True).found)
-            step = self._train_step_of(halves)
-            if self.steps.guard.is_wanted:
-                step = functools.partial(self.finite.train_step, halves)
+            if self.auto is not None:
+                self.auto.forget(halves.found)
+                halves = self.auto.writing(halves)
+            step = self.finite.train_step if self.steps.guard.is_wanted else train_step
+            step = functools.partial(step, halves, self.auto or once)
             step = self._looking_at_first_batch(self._keeping_state(step, TRAINING))
             self.model.train_function = _internals.step_by_step(self.model, step)
 
@@ -145,12 +159,16 @@ class Accumulation:
         if self.model.test_function is None or force:
             self.steps.forget(training=False)
             step = self._compiled_test_step() if self._is_compiled() else self.test_step
+            if self.auto is not None:
+                step = self.auto.testing(step)
             step = self._keeping_state(step, TESTING)
             self.model.test_function = _internals.step_by_step(self.model, step)
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """As Keras', with warnings of its own."""
+        """As Keras', with warnings of its own, and with sizes that are looked for."""
         self.finite.start()
+        if self.auto is not None:
+            return self.auto.fit(*args, **kwargs)
         return type(self.model).fit(self.model, *args, **kwargs)
 
     def reset_metrics(self) -> None:
@@ -163,23 +181,13 @@ class Accumulation:
             return False
         return bool(self.model.jit_compile) and not self.model.run_eagerly
 
-    def _train_step_of(self, halves: Halves) -> Callable[..., Any]:
-        """A train step that gives the memory of a state away only when nothing can fail any more.
+    def _halves(self, measures: bool = False) -> Halves:
+        """Gradients and update of a train step, compiled if steps are.
 
         Gradients are computed first. The update then writes into the memory of the weights, so that
-        there is one copy of them and of the optimizer's variables, as in Keras' own step.
+        there is one copy of them and of the optimizer's variables, as in Keras' own step: nothing
+        may fail in it.
         """
-        found_of, updated = halves
-
-        def train_step(state: Any, data: Any) -> Any:
-            # JAX computes while Python goes on, and raises later.
-            found = jax.block_until_ready(found_of(State(*state), data))
-            return found.logs, tuple(updated(state[0], state[2], found))
-
-        return train_step
-
-    def _halves(self, measures: bool = False) -> Halves:
-        """Gradients and update of a train step, compiled if steps are."""
         if isinstance(self.steps, LengthSteps):  # which compile their parts themselves
             return self.steps.halves()
         if not self._is_compiled():

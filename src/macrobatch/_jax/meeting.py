@@ -48,7 +48,7 @@ class Meeting(FirstBatch):
             return found, list(known.values())
 
         # A state has memory of the optimizer too, which is of no use here.
-        state = (self.state[0], self.state[1], [], self.state[3])
+        state: Any = (self.state[0], self.state[1], [], self.state[3])
         first, moments = groups.micro_batches[0], []
         if tried.has_moments():
             like = jax.eval_shape(run, first, state, [], jnp.ones([], bool))[1]

@@ -55,6 +55,26 @@ class Halves(NamedTuple):
     updated: Callable[[Any, Any, Found], Any]
 
 
+# Runs a function of a batch that makes an update, again if need be. It also gets the state before.
+Run = Callable[[Any, Callable[[Batch], Any], Batch], Any]
+
+
+def once(state: Any, function: Callable[[Batch], Any], batch: Batch) -> Any:
+    """Runs a function of a batch, once."""
+    return function(batch)
+
+
+def train_step(halves: Halves, run: Run, state: Any, data: Batch) -> Tuple[Logs, Any]:
+    """The logs of a train step, and the state after it."""
+
+    def both(batch: Batch) -> Tuple[Logs, Any]:
+        # JAX computes while Python goes on, and raises later.
+        found = jax.block_until_ready(halves.found(state, batch))
+        return found.logs, halves.updated(state[0], state[2], found)
+
+    return run(state, both, data)
+
+
 class Steps:
     """The steps of one model.
 

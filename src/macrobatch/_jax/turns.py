@@ -4,7 +4,7 @@ XLA makes convolutions in the body of a loop slow on a CPU: their gradients take
 The sums of a batch are in one piece of memory, which goes from micro-batch to micro-batch.
 """
 
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import jax
 
@@ -105,16 +105,35 @@ def compiled(steps: Steps, training: bool, measures: bool = False) -> Callable[[
         measures: whether to measure the gradient noise scale.
     """
     if not steps.takes_turns or devices.are_several():
-        return jax.jit(lambda state, data: steps.on_devices(state, data, training, measures))
+        return _in_one_piece(steps, training, measures)
     made: Dict[Any, Turns] = {}
 
     def found(state: State, data: Any) -> Found:
-        batch, chosen = batch_of(data), steps.cut.chosen
+        batch = batch_of(data)
         leaves, structure = jax.tree.flatten(batch)
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
-        key = structure, shapes, None if chosen is None else chosen.now()
+        key = structure, shapes, _size_of_now(steps)
         if key not in made:
             made[key] = Turns(steps, training, measures, state, *steps.check(batch))
         return made[key].found(state, batch)
 
     return found
+
+
+def _in_one_piece(steps: Steps, training: bool, measures: bool) -> Callable[[State, Any], Found]:
+    """The same, with the loop inside of what is compiled, once for each size of micro-batches."""
+    made: Dict[Any, Callable[[State, Any], Found]] = {}
+
+    def found(state: State, data: Any) -> Found:
+        size = _size_of_now(steps)
+        if size not in made:
+            # JAX would take a function that it has compiled before for this one.
+            made[size] = jax.jit(lambda *args: steps.on_devices(*args, training, measures))
+        return made[size](state, data)
+
+    return found
+
+
+def _size_of_now(steps: Steps) -> Optional[int]:
+    """The size of micro-batches, if it is found while training."""
+    return None if steps.cut.chosen is None else steps.cut.chosen.now()

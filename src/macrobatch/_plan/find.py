@@ -129,7 +129,7 @@ def find(
 def _memory(given: MemoryLimit) -> Memory:
     """The memory that there is, and the limit of it."""
     if device_memory.gpus():
-        limit = watch.limit_of_gpu(given)
+        limit = watch.limit_of_gpu(given, device_memory)
         return Memory(device_memory.GpuCounter(), limit, None, "GPU")
     is_error = limits.running_out_is_an_error(on_gpu=False)
     room = None if is_error else limits.available().bytes

@@ -150,6 +150,13 @@ class Search:
                 self._seconds.setdefault(self.size, []).append(seconds / batch)
                 self._judge()
 
+    def settle(self) -> None:
+        """Looks no further: stays with the fastest of the sizes that were timed, if there are."""
+        if self._seconds:
+            fits = [size for size in self._seconds if self.fits(size)] or [self.size]
+            self.size = min(fits, key=lambda size: min(self._seconds.get(size, [0.0])))
+        self._phase = "settled"
+
     def ran_out(self) -> bool:
         """Hears that the size that was next ran out of memory. Whether there is a smaller one."""
         self._failed = min(self.size, self._most)
@@ -230,7 +237,7 @@ class Search:
         """What was looked at, for the line that says what was found."""
         if self._first is not None:
             return "found before"
-        if not self._seconds:
+        if len(self._seconds) < 2:
             return "the largest that fits" if self.size < self._most else "all at once"
         others = ", ".join(str(size) for size in sorted(self._seconds))
         return f"the fastest of {others}"

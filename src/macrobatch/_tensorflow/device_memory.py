@@ -10,6 +10,13 @@ def gpus() -> List[Any]:
     return list(tf.config.list_logical_devices("GPU"))
 
 
+def names() -> List[str]:
+    """The names of the GPUs that there are."""
+    found = tf.config.list_physical_devices("GPU")
+    details = [tf.config.experimental.get_device_details(gpu) for gpu in found]
+    return [str(each.get("device_name")) for each in details]
+
+
 def size() -> Optional[int]:
     """Bytes of the smallest GPU that was configured with a limit; None if none was.
 

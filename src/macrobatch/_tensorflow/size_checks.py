@@ -1,19 +1,9 @@
-"""What is said of sizes that are found while training: refusals, errors and lines in the log."""
-
-import logging
-from typing import Any, Sequence
+"""What is special to TensorFlow in sizes that are found: its errors, and what it refuses."""
 
 import tensorflow as tf
 
-# Python shows warnings of a log on the terminal, if nobody has set up anything else.
-LOG = logging.getLogger("macrobatch")
-
 # What a compiler raises besides, where a device has no memory.
 _NO_MEMORY = ("out of memory", "out_of_memory", "failed to allocate")
-_LESS = (
-    "What makes one example smaller: rematerialisation (keras.RematScope), mixed precision "
-    "(keras.mixed_precision), shorter sequences or smaller images, a smaller model."
-)
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -24,59 +14,10 @@ def is_out_of_memory(error: Exception) -> bool:
     return isinstance(error, kinds) and any(text in str(error).lower() for text in _NO_MEMORY)
 
 
-def _exhausted(message: str) -> Exception:
+def exhausted(message: str) -> Exception:
+    """An error of TensorFlow that says that there is no memory."""
     error: Exception = tf.errors.ResourceExhaustedError(None, None, message)
     return error
-
-
-def ran_out_at_one(unit: str, message: str) -> Exception:
-    """What to raise where not even the smallest micro-batch fits."""
-    return _exhausted(
-        f"Not even a micro-batch of one example fits in memory ({unit}=1). Nothing of this batch "
-        f"has been applied. {_LESS}\n{message}"
-    )
-
-
-def only_here(message: str) -> Exception:
-    """What to raise where one of several workers ran out of memory in a step."""
-    return _exhausted(
-        "This worker ran out of memory in a step that had fitted without the other workers. They "
-        "wait for it in this step, so the step cannot be run again. Start again with a smaller "
-        f"memory_limit=, or with a number for micro_batch_size=.\n{message}"
-    )
-
-
-def ran_out_while_writing(message: str) -> Exception:
-    """What to raise where the optimizer ran out of memory."""
-    return _exhausted(
-        "Memory ran out while the optimizer was writing. All gradients of the batch were there, so "
-        "smaller micro-batches would not help, and the batch is not run again, because some "
-        "weights may have been updated. Go on from a checkpoint or a backup "
-        "(keras.callbacks.BackupAndRestore), with an optimizer that keeps less (SGD, Adafactor), "
-        f"or with a smaller model.\n{message}"
-    )
-
-
-def too_little(limit: Any, least: str, unit: str) -> ValueError:
-    """What to say of a limit in which not even the smallest micro-batch fits."""
-    return ValueError(
-        f"memory_limit must be more than an update with {unit}=1 takes, {least}. "
-        f"Received: {limit}. Nothing has been trained. Pass more. {_LESS}"
-    )
-
-
-def shrunk(unit: str, sizes: Sequence[int], whole: int) -> str:
-    """What to log where a batch was run again."""
-    tried = ", ".join(map(str, sizes[:-1]))
-    return (
-        f"macrobatch: a batch of {whole} ran out of memory with {unit}={tried}, and was run again "
-        f"with {sizes[-1]}: the update is that of the whole batch"
-    )
-
-
-def settled(unit: str, size: int, whole: int, why: str) -> str:
-    """What to log where a size has been found."""
-    return f"macrobatch: {unit}={size} for batches of {whole}: {why}"
 
 
 def not_with(what: str) -> ValueError:

@@ -1,6 +1,6 @@
 """What is checked of models on torch, and what is said of them."""
 
-from typing import Any, Iterable, Sequence, Tuple
+from typing import Iterable, Sequence, Tuple
 
 from macrobatch._checks import some
 
@@ -19,12 +19,13 @@ def no_own_train_step(is_own: bool) -> None:
         )
 
 
-def has_size(chosen: Any) -> None:
-    """Raises where the size of micro-batches is to be found while training."""
-    if chosen is not None:
+def counts_memory(device: str, does: bool) -> None:
+    """Raises for a limit of a GPU whose peaks torch does not tell."""
+    if not does:
         raise ValueError(
-            'On torch, sizes cannot be found while training yet. Received: "auto". Pass a number, '
-            "micro_batch_size=8 for instance."
+            "torch does not tell the peak memory of this GPU, so that memory_limit= cannot be "
+            f"kept. Received: {device}. Leave memory_limit= out: a batch that runs out of memory "
+            "is run again with a smaller size."
         )
 
 

@@ -4,12 +4,14 @@ from typing import Any, Callable, Dict, Optional
 
 from macrobatch import _checks, _internals
 from macrobatch._batches.cut import Cut
+from macrobatch._found_sizes import with_chosen
 from macrobatch._keras import model_checks
 from macrobatch._keras.report import overrides
 from macrobatch._keras.tried import Tried
 from macrobatch._noise import checks as noise_checks
 from macrobatch._noise.host import HostMeter
 from macrobatch._torch import checks
+from macrobatch._torch.auto import Auto
 from macrobatch._torch.compiled import left_to_steps
 from macrobatch._torch.engine import ENGINE
 from macrobatch._torch.finite import Finite, Guard
@@ -26,6 +28,7 @@ class Accumulation:
         model, cut, micro_batch_weight: what the user gave.
         steps: the train step and the test step.
         meeting: the trial whether examples meet.
+        auto: what finds the size of micro-batches, if asked for.
         finite: runs batches without examples that are not finite, if asked for.
     """
 
@@ -39,11 +42,12 @@ class Accumulation:
         whole_batch_loss: bool,
     ):
         checks.no_own_train_step(overrides(model, "train_step"))
-        checks.has_size(cut.chosen)
+        cut = with_chosen(cut)
         self.model, self.cut, self.micro_batch_weight = model, cut, micro_batch_weight
         kind = WholeBatchSteps if whole_batch_loss else Steps
         self.steps = kind(model, cut, micro_batch_weight)
         self.meeting = Meeting(model, cut, not whole_batch_loss, self.steps.modules)
+        self.auto = None if cut.chosen is None else Auto(self.steps, memory_limit)
         self.steps.guard = Guard(nonfinite)
         self.finite = Finite(
             model,
@@ -67,7 +71,9 @@ class Accumulation:
         if not overrides(self.model, "test_step"):  # One of its own sees the whole batch.
             methods["test_step"] = self.test_step
         if self.steps.guard.is_wanted:
-            methods.update(fit=self.fit, reset_metrics=self.reset_metrics)
+            methods["reset_metrics"] = self.reset_metrics
+        if self.steps.guard.is_wanted or self.auto is not None:
+            methods["fit"] = self.fit
         for name, method in methods.items():
             if name in vars(self.model):
                 self._replaced[name] = vars(self.model)[name]
@@ -108,12 +114,13 @@ class Accumulation:
     def train_step(self, data: Any) -> Logs:
         """As Keras', on micro-batches."""
         steps, batch = self.steps, self.steps.batch_of(data)
+        step = steps.train_step if self.auto is None else self.auto.train_step
         if steps.guard.is_wanted:
             self._had_tried = steps.padding.done[True]
-            logs = self.finite.train_step(steps.train_step, batch)
+            logs = self.finite.train_step(step, batch)
             trained_on = self.finite.latest
         else:
-            logs, trained_on = steps.train_step(batch), batch
+            logs, trained_on = step(batch), batch
         if trained_on is not None and self.meeting.is_due:
             self.meeting.try_once(trained_on, self.micro_batch_weight)
         if self._looks:
@@ -127,8 +134,10 @@ class Accumulation:
         self.steps.padding.done[True] = self._had_tried
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """As Keras', with warnings of its own."""
+        """As Keras', with warnings of its own, and with sizes that are looked for."""
         self.finite.start()
+        if self.auto is not None:
+            return self.auto.fit(*args, **kwargs)
         return type(self.model).fit(self.model, *args, **kwargs)
 
     def reset_metrics(self) -> None:
@@ -138,7 +147,7 @@ class Accumulation:
 
     def test_step(self, data: Any) -> Logs:
         """As Keras', on micro-batches."""
-        return self.steps.test_step(data)
+        return (self.auto or self.steps).test_step(data)
 
     def make_train_function(self, force: bool = False) -> Any:
         """As Keras', which calls it once at the start of a fit."""
@@ -147,6 +156,8 @@ class Accumulation:
         if self.model.train_function is None or force:
             self.meeting.start()
             self.steps.forget(training=True)
+            if self.auto is not None:
+                self.auto.finder.forget()
         with left_to_steps(self.model):
             return type(self.model).make_train_function(self.model, force=force)
 

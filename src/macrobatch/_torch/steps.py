@@ -27,6 +27,10 @@ from macrobatch._torch.padding import Padding
 from macrobatch._types import Batch, Gradient, Logs, MicroBatches, Part, Tensor, Whole
 
 
+class Rehearsed(Exception):
+    """Ends a rehearsal where a step would begin to write. All is put back then."""
+
+
 class Steps:
     """The steps of one model.
 
@@ -38,6 +42,8 @@ class Steps:
         meter: measures the gradient noise scale, if asked for.
         examples: the number of examples in the latest batch.
         shows_size: whether the size of micro-batches shows in the update; None if not yet known.
+        is_rehearsal: whether steps end where they would begin to write.
+        has_begun: whether a step has begun to write since this was set to False.
     """
 
     def __init__(self, model: Any, cut: Cut, micro_batch_weight: Optional[Callable[..., Any]]):
@@ -50,6 +56,7 @@ class Steps:
         self.meter: Optional[HostMeter] = None
         self.examples = 0
         self.shows_size: Optional[bool] = None
+        self.is_rehearsal = self.has_begun = False
 
     def forget(self, training: bool) -> None:
         """Forgets what is known of a model that may be compiled anew."""
@@ -90,8 +97,10 @@ class Steps:
             factors = sums.factors_of(part.counts, whole.guesses, paddings)
             total = gradients.total(factors)
             told = self._told(model, part, penalty.detach(), micro_batches)
+            self._end_of_rehearsal()
             self.guard.check(total, told.values, told.logs)
             squares = gradients.squares(factors, total, scale)
+            self.has_begun = True
         with torch.no_grad():
             self._update(model.trained, total)
             told.write()
@@ -115,6 +124,8 @@ class Steps:
             penalty = model.regularization()
             part = self._run(step, model, micro_batches)
             told = self._told(model, part, penalty, micro_batches)
+            self._end_of_rehearsal()
+            self.has_begun = True
             told.write()
             model.written.write(part.written[1:], part.moments)
         return told.logs
@@ -129,6 +140,10 @@ class Steps:
             for each in (gradients, draws, buffers):
                 each.put_back()
             raise
+
+    def _end_of_rehearsal(self) -> None:
+        if self.is_rehearsal:
+            raise Rehearsed
 
     def _sums_of(self, weights: List[Tensor]) -> sums.Gradients:
         is_measured = weights and self.meter is not None and self.meter.is_turn

@@ -27,7 +27,9 @@ class WholeBatchSteps(Steps):
             gradients.add([found.loss * scale.to(found.loss.dtype)], also=passes.watched)
             passes.run_again(gradients)
             total = gradients.total([])
+            self._end_of_rehearsal()
             self.guard.check(total, found.loss, found.logs)
+            self.has_begun = True
         with torch.no_grad():
             self._update(model.trained, total)
             model.write(passes.part.written, passes.part.moments, found)
@@ -40,6 +42,8 @@ class WholeBatchSteps(Steps):
         with torch.no_grad(), self._nothing_changed_if_failing([]):
             passes = self._first_pass(model, micro_batches, whole)
             found = self._loss(model, micro_batches, passes)
+            self._end_of_rehearsal()
+            self.has_begun = True
             model.write(passes.part.written, passes.part.moments, found)
         return found.logs
 

@@ -3,10 +3,10 @@
 import json
 import math
 import platform
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, Optional, Sequence
 
 import keras
-import tensorflow as tf
+from keras import tree
 
 import macrobatch
 from macrobatch import _internals
@@ -14,7 +14,13 @@ from macrobatch._types import Batch
 
 
 def key_of(
-    model: Any, part: Batch, whole: int, how: Dict[str, Any], limit: Optional[int]
+    model: Any,
+    part: Batch,
+    whole: int,
+    how: Dict[str, Any],
+    limit: Optional[int],
+    devices: Sequence[str],
+    version: str,
 ) -> Dict[str, Any]:
     """All that a size depends on, as text and numbers.
 
@@ -24,20 +30,22 @@ def key_of(
         whole: the size that takes all of it at once.
         how: what the user gave, and how the model runs.
         limit: of memory in bytes, if it is watched.
+        devices: the names of accelerators; none on a CPU.
+        version: of the backend.
     """
-    leaves = [leaf for leaf in tf.nest.flatten(part) if leaf is not None]
+    leaves = [leaf for leaf in tree.flatten(part) if leaf is not None]
     return {
         "model": [_layer(layer) for layer in _internals.layers_of(model)],
         "weights": [[list(weight.shape), weight.dtype] for weight in model.weights],
         "trainable": len(model.trainable_weights),
         "optimizer": type(model.optimizer).__name__,
-        "batch": [[list(leaf.shape[1:]), tf.as_dtype(leaf.dtype).name] for leaf in leaves],
+        "batch": [[list(leaf.shape[1:]), _name(leaf.dtype)] for leaf in leaves],
         "whole": whole,
         "how": {name: str(value) for name, value in how.items()},
-        "devices": _devices(),
+        "devices": list(devices) or [platform.machine(), platform.processor()],
         # Others take more or less all the time: by a fifth at most in one step.
         "memory": None if limit is None else int(4 * math.log2(limit)),
-        "versions": [macrobatch.__version__, tf.__version__, keras.__version__],
+        "versions": [macrobatch.__version__, version, keras.__version__],
     }
 
 
@@ -54,8 +62,6 @@ def _layer(layer: Any) -> List[Any]:
     return [kind, policy, text]
 
 
-def _devices() -> List[str]:
-    gpus = tf.config.list_physical_devices("GPU")
-    details = [tf.config.experimental.get_device_details(gpu) for gpu in gpus]
-    names = [str(each.get("device_name")) for each in details]
-    return names or [platform.machine(), platform.processor()]
+def _name(dtype: Any) -> str:
+    """The name of a type of any backend."""
+    return str(getattr(dtype, "name", dtype))

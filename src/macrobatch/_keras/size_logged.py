@@ -8,9 +8,26 @@ import keras
 class SizeLogged(keras.callbacks.Callback):
     """Logs a size at the end of each epoch, before other callbacks see the logs."""
 
-    def __init__(self, name: str, size: Callable[[], Optional[int]]):
+    def __init__(
+        self,
+        name: str,
+        size: Callable[[], Optional[int]],
+        expect: Callable[[Optional[int]], None] = lambda updates: None,
+    ):
+        """Prepares a callback.
+
+        Args:
+            name: what the size is called.
+            size: gives it, once there is one.
+            expect: is told how many updates are to come; None if that is not known.
+        """
         super().__init__()
-        self._name, self._size = name, size
+        self._name, self._size, self._expect = name, size, expect
+
+    def on_epoch_begin(self, epoch: int, logs: Optional[Dict[str, Any]] = None) -> None:
+        """Tells how long the training is going to be."""
+        steps = self.params.get("steps")
+        self._expect(steps and steps * (self.params["epochs"] - epoch))
 
     def on_epoch_end(self, epoch: int, logs: Optional[Dict[str, Any]] = None) -> None:
         """As Keras' own callbacks log a learning rate."""
