@@ -193,20 +193,6 @@ class MicroBatches:
         return values
 
 
-def mapped(function: Callable[[Any], Any], nest: Any) -> Any:
-    """A nest with what a function makes of its leaves. None is a leaf, too.
-
-    As keras.tree.map_structure, which takes long on torch for the small nests that batches are.
-    """
-    if type(nest) in (tuple, list):
-        return type(nest)([mapped(function, each) for each in nest])
-    if nest is None or hasattr(nest, "shape"):
-        return function(nest)
-    from keras import tree
-
-    return tree.map_structure(function, nest)
-
-
 class Engine:
     """What a backend offers to the Keras arithmetic.
 

@@ -7,7 +7,8 @@ import keras
 import torch
 from keras import ops, tree
 
-from macrobatch._types import Batch, BatchEngine, Size, Tensor, mapped
+from macrobatch._batches.nests import mapped
+from macrobatch._types import Batch, BatchEngine, Size, Tensor
 
 
 class Torch(BatchEngine):
