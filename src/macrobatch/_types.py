@@ -236,14 +236,9 @@ class Engine:
 
     def examples(self, micro_batch: Batch) -> Size:
         """The number of examples in a micro-batch."""
-        first = micro_batch
-        while isinstance(first, tuple) and first:  # Nests of torch take their time to be flattened.
-            first = first[0]
-        if not hasattr(first, "shape"):
-            from keras import tree
+        from keras import tree
 
-            first = next(leaf for leaf in tree.flatten(micro_batch) if leaf is not None)
-        return int(first.shape[0])
+        return int(next(leaf for leaf in tree.flatten(micro_batch) if leaf is not None).shape[0])
 
     def with_other_size(self, function: Callable[[Batch], Any], micro_batch: Batch) -> Any:
         """What a function returns for a batch like this one with another number of examples."""
