@@ -193,20 +193,6 @@ class MicroBatches:
         return values
 
 
-def mapped(function: Callable[[Any], Any], nest: Any) -> Any:
-    """A nest with what a function makes of its leaves. None is a leaf, too.
-
-    As keras.tree.map_structure, which takes long on torch for the small nests that batches are.
-    """
-    if type(nest) in (tuple, list):
-        return type(nest)([mapped(function, each) for each in nest])
-    if nest is None or hasattr(nest, "shape"):
-        return function(nest)
-    from keras import tree
-
-    return tree.map_structure(function, nest)
-
-
 class Engine:
     """What a backend offers to the Keras arithmetic.
 
@@ -250,14 +236,9 @@ class Engine:
 
     def examples(self, micro_batch: Batch) -> Size:
         """The number of examples in a micro-batch."""
-        first = micro_batch
-        while isinstance(first, tuple) and first:  # Nests of torch take their time to be flattened.
-            first = first[0]
-        if not hasattr(first, "shape"):
-            from keras import tree
+        from keras import tree
 
-            first = next(leaf for leaf in tree.flatten(micro_batch) if leaf is not None)
-        return int(first.shape[0])
+        return int(next(leaf for leaf in tree.flatten(micro_batch) if leaf is not None).shape[0])
 
     def with_other_size(self, function: Callable[[Batch], Any], micro_batch: Batch) -> Any:
         """What a function returns for a batch like this one with another number of examples."""

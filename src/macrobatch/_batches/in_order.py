@@ -5,8 +5,9 @@ from typing import Any, List, Tuple
 from keras import ops, tree
 
 from macrobatch._batches import checks
+from macrobatch._batches.nests import mapped
 from macrobatch._batches.sequences import larger, smaller
-from macrobatch._types import Batch, BatchEngine, MicroBatches, Run, Size, mapped
+from macrobatch._types import Batch, BatchEngine, MicroBatches, Run, Size
 
 
 def checked(batch: Batch, engine: BatchEngine, may_be_empty: bool = False) -> Tuple[Batch, Size]:

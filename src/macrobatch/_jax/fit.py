@@ -133,11 +133,6 @@ class Accumulation:
         """As Keras', on micro-batches."""
         return self.steps.test_step(state, data)
 
-    def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """As Keras', with sizes that are looked for."""
-        assert self.auto is not None
-        return self.auto.fit(*args, **kwargs)
-
     def make_train_function(self, force: bool = False) -> None:
         """As Keras', which calls it once at the start of a fit."""
         self._looks = True
@@ -158,7 +153,9 @@ class Accumulation:
         """As Keras'."""
         if self.model.test_function is None or force:
             self.steps.forget(training=False)
-            step = self._compiled_test_step() if self._is_compiled() else self.test_step
+            step: Callable[..., Any] = self.test_step
+            if self._is_compiled():
+                step = self._compiled_test_step()
             if self.auto is not None:
                 step = self.auto.testing(step)
             step = self._keeping_state(step, TESTING)

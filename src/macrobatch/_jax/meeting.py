@@ -49,7 +49,8 @@ class Meeting(FirstBatch):
 
         # A state has memory of the optimizer too, which is of no use here.
         state: Any = (self.state[0], self.state[1], [], self.state[3])
-        first, moments = groups.micro_batches[0], []
+        first = groups.micro_batches[0]
+        moments: List[Any] = []
         if tried.has_moments():
             like = jax.eval_shape(run, first, state, [], jnp.ones([], bool))[1]
             moments = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)

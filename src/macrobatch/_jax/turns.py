@@ -128,7 +128,9 @@ def _in_one_piece(steps: Steps, training: bool, measures: bool) -> Callable[[Sta
         size = _size_of_now(steps)
         if size not in made:
             # JAX would take a function that it has compiled before for this one.
-            made[size] = jax.jit(lambda *args: steps.on_devices(*args, training, measures))
+            made[size] = jax.jit(
+                lambda state, data: steps.on_devices(state, data, training, measures)
+            )
         return made[size](state, data)
 
     return found

@@ -7,7 +7,8 @@ import keras
 import torch
 from keras import ops, tree
 
-from macrobatch._types import Batch, BatchEngine, Size, Tensor, mapped
+from macrobatch._batches.nests import mapped
+from macrobatch._types import Batch, BatchEngine, Size, Tensor
 
 
 class Torch(BatchEngine):
@@ -18,6 +19,11 @@ class Torch(BatchEngine):
 
     def copied(self, value: Any) -> Any:
         return value.clone() if isinstance(value, torch.Tensor) else value
+
+    def examples(self, micro_batch: Batch) -> Size:
+        first = micro_batch[0] if isinstance(micro_batch, tuple) and micro_batch else None
+        # To flatten a nest takes its time here.
+        return first.shape[0] if isinstance(first, torch.Tensor) else super().examples(micro_batch)
 
     def with_other_size(self, function: Callable[[Batch], Any], micro_batch: Batch) -> Any:
         # One example, or two: no more memory than the micro-batch takes.
