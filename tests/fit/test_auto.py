@@ -420,15 +420,6 @@ def test_refusals(arguments, message):
         macrobatch.accumulate(compiled(dense()), **arguments)
 
 
-def test_steps_of_the_models_own_need_a_number():
-    class Own(keras.Sequential):
-        def train_step(self, data):
-            return {}
-
-    with pytest.raises(ValueError, match="does not go with a train_step of the model's own"):
-        macrobatch.accumulate(Own([keras.Input([4]), keras.layers.Dense(1)]))
-
-
 def test_what_was_found_is_found_again(monkeypatch, tmp_path, caplog):
     monkeypatch.setenv("KERAS_HOME", str(tmp_path))
     monkeypatch.setenv("MACROBATCH_CACHE", "1")

@@ -5,6 +5,11 @@ from mutant import Mutant
 FIT, LOOPS = "fit/test_auto.py::test_", "loops/test_auto_sizes.py::test_"
 SEARCH_TESTS, CACHE_TESTS = "rooms/test_search.py::test_", "rooms/test_cache.py::test_"
 AUTO, STEPS, SEARCH = "_fit/auto.py", "_fit/steps.py", "_sizes/search.py"
+OWN_TESTS, EARLY, RUNS = (
+    "fit/test_auto_own_steps.py::test_",
+    "_own_steps/early.py",
+    "_own_steps/runs.py",
+)
 GRAPHS, CACHE, CUT = "_gradients/auto.py", "_sizes/cache.py", "_batches/in_order.py"
 
 MUTANTS = [
@@ -99,5 +104,40 @@ MUTANTS = [
         "                self.shows_size = True\n",
         "                pass\n",
         (FIT + "draws_of_tf_random_show_the_size",),
+    ),
+    Mutant(
+        "sizes: what a step of a model's own had written is not taken back",
+        EARLY,
+        "            variable.assign(value)\n",
+        "            pass\n",
+        (OWN_TESTS + "a_batch_that_runs_out_is_run_again[False]",),
+    ),
+    Mutant(
+        "sizes: slots of an optimizer that was called early are not kept",
+        EARLY,
+        "                found += optimizer.variables\n",
+        "                pass\n",
+        (OWN_TESTS + "a_batch_that_runs_out_is_run_again[False]",),
+    ),
+    Mutant(
+        "sizes: a step of a model's own does not count that its last gradient is there",
+        RUNS,
+        "            begun = self._begun.assign_add(1)\n",
+        "            begun = self._begun.assign_add(0)\n",
+        (OWN_TESTS + "an_optimizer_that_runs_out_is_not_called_again[False]",),
+    ),
+    Mutant(
+        "sizes: draws of a step of a model's own do not show the size",
+        "_own_steps/plan.py",
+        " or any(map(is_seed, self.variables))",
+        "",
+        (OWN_TESTS + "where_the_size_shows_it_is_only_shrunk[dropout]",),
+    ),
+    Mutant(
+        "sizes: sizes that grow are taken for the largest at once",
+        AUTO,
+        "        if not self._steps.guard.looks and not grows:\n",
+        "        if not self._steps.guard.looks:\n",
+        (OWN_TESTS + "sizes_grow_where_memory_is_watched",),
     ),
 ]

@@ -82,11 +82,12 @@ class Auto:
             whole, extent = self._batches.measured(batch)
             search = self._search(training, batch, whole)
             search.meet(whole, extent)
-            if training and search.to_rehearse() is not None:
-                self._rehearse(search, batch)
+            rehearses = training and self._steps.can_rehearse
+            if search.to_rehearse() is not None:
+                self._rehearse(search, batch) if rehearses else self._check_room(search)
             was_settled, tried = search.is_settled, []
             while True:
-                size = self._next(search, training)
+                size = self._next(search, rehearses)
                 if self._agreed is not None:
                     size = self._agreed(search, size, batch)
                 self._chosen.set(size)
@@ -110,9 +111,9 @@ class Auto:
         """What a graph is made for, beside its batches."""
         return self._chosen.current if self.compiles else None
 
-    def _next(self, search: Search, training: bool) -> int:
-        """The size for a batch. Testing needs no rehearsals: its batches grow."""
-        size = None if training else search.to_rehearse()
+    def _next(self, search: Search, rehearses: bool) -> int:
+        """The size for a batch. Where there are no rehearsals, sizes grow from batch to batch."""
+        size = None if rehearses else search.to_rehearse()
         return search.next() if size is None else search.next_is(size)
 
     def _search(self, training: bool, batch: Batch, whole: int) -> Search:
@@ -135,7 +136,7 @@ class Auto:
         limit = None if watched is None else watched.limit.bytes
         how = {
             "unit": self._unit,
-            "kind": type(steps).__name__,
+            "kind": type(steps).__name__ + steps.own_code,
             "axis": steps.cut.axis,
             "compiled": steps.model.jit_compile,
             "eager": steps.model.run_eagerly,
@@ -195,13 +196,16 @@ class Auto:
                 raise checks.ran_out_at_one(self._unit, message) from error
             return None
         self._begun += 1
-        if training and self._steps.shows_size:
-            search.looks = False
-        if peak is not None and training:
+        if training and (self._steps.shows_size or self._steps.meets):
+            search.only_fits()
+        rehearses = training and self._steps.can_rehearse
+        if peak is not None and rehearses:
             search.takes_beyond(int(peak - search.expected(search.size)))
         elif peak is not None:
             search.rehearsed(search.size, peak)
-        if not self._steps.guard.looks:  # at parts of a batch, for numbers that are not finite
+        grows = not rehearses and search.to_rehearse() is not None
+        # A guard looks at parts of a batch, for numbers that are not finite.
+        if not self._steps.guard.looks and not grows:
             search.ran(whole, seconds)
         return found[0]
 
@@ -259,3 +263,11 @@ class Auto:
         if self.memory_limit is not None and search.expects(1) > limit.bytes:
             least = limits.shown(search.expects(1))
             raise checks.too_little(limit, least, self._unit)
+
+    def _check_room(self, search: Search) -> None:
+        """Raises for a limit that an update alone exceeds, where nothing has been rehearsed."""
+        if self._watch is None or self.memory_limit is None or search.has_peaks:
+            return
+        least = self._watch.before + self._rehearsal.of_update()
+        if least > self._watch.limit.bytes:
+            raise checks.too_little(self._watch.limit, limits.shown(least), self._unit)

@@ -105,6 +105,13 @@ class Search:
         """Hears what a rehearsal of a size took."""
         self._peaks[size] = Peak(self._extent, peak)
 
+    def only_fits(self) -> None:
+        """Looks no more for the fastest size, but for one that fits."""
+        self.looks = False
+        if self.times:
+            self._start("settled")
+            self.size = max(self._allowed())
+
     def largest(self) -> int:
         """The largest size that fits, as far as is known."""
         return max(self._allowed())
