@@ -45,7 +45,7 @@ MUTANTS = [
     Mutant(
         "sizes: looks for speed where the size shows",
         AUTO,
-        "            search.looks = False\n",
+        "            search.only_fits()\n",
         "            pass\n",
         (FIT + "where_the_size_shows_it_is_only_shrunk",),
     ),
@@ -139,5 +139,26 @@ MUTANTS = [
         "        if not self._steps.guard.looks and not grows:\n",
         "        if not self._steps.guard.looks:\n",
         (OWN_TESTS + "sizes_grow_where_memory_is_watched",),
+    ),
+    Mutant(
+        "sizes: value_and_gradients looks for speed where the size shows",
+        GRAPHS,
+        "        self._search.only_fits()\n",
+        "        pass\n",
+        (LOOPS + "where_the_size_shows_it_is_the_largest",),
+    ),
+    Mutant(
+        "sizes: times of value_and_gradients are not told",
+        GRAPHS,
+        "search.ran(whole, time.perf_counter() - start)",
+        "search.ran(whole)",
+        (LOOPS + "finds_the_fastest",),
+    ),
+    Mutant(
+        "sizes: a search that is told to look only for what fits goes on timing",
+        SEARCH,
+        '            self._start("settled")\n            self.size = max(self._allowed())\n',
+        "            pass\n",
+        (SEARCH_TESTS + "stops_looking_in_the_middle",),
     ),
 ]

@@ -71,6 +71,15 @@ class Search:
         return self._phase == "settled"
 
     @property
+    def has_fitted(self) -> bool:
+        """Whether it is known which sizes fit."""
+        return self._phase != "fitting"
+
+    def best(self) -> int:
+        """The size that was found; while it still looks for the fastest, the largest that fits."""
+        return self.size if self.is_settled else self.largest()
+
+    @property
     def times(self) -> bool:
         """Whether it has to be told how long an update takes."""
         return self._phase in ("ranging", "timing")
