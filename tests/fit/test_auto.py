@@ -395,6 +395,18 @@ def test_memory_is_watched_where_running_out_is_no_error(layers, watched, monkey
         assert_same(expected, model)
 
 
+def test_sizes_of_tests_grow(watched):
+    model = compiled(dense(), run_eagerly=True)
+    expected = model.test_on_batch(x[:24], y[:24])
+    macrobatch.accumulate(model, memory_limit=int((2**20 + 4 * 4 * 11) / 0.95))
+    sizes, auto = [], macrobatch._fit.install.accumulation_of(model).auto
+    for _ in range(5):
+        found = model.test_on_batch(x[:24], y[:24])
+        np.testing.assert_allclose(found, expected, rtol=1e-10)
+        sizes.append(auto._chosen.current)
+    assert sizes == [1, 2, 4, 8, 8]
+
+
 def test_a_limit_in_which_nothing_fits(watched):
     model = compiled(dense())
     before = model.get_weights()
