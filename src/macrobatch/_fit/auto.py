@@ -83,8 +83,10 @@ class Auto:
             search = self._search(training, batch, whole)
             search.meet(whole, extent)
             rehearses = training and self._steps.can_rehearse
-            if search.to_rehearse() is not None:
-                self._rehearse(search, batch) if rehearses else self._check_room(search)
+            if rehearses and search.to_rehearse() is not None:
+                self._rehearse(search, batch)
+            elif training and not rehearses:
+                self._check_room(search)
             was_settled, tried = search.is_settled, []
             while True:
                 size = self._next(search, rehearses)
