@@ -45,9 +45,10 @@ def is_cut(examples: Size, cut: Cut, several: bool) -> bool:
 def size_of(cut: Cut, batch: Batch) -> int:
     """The number of examples in a micro-batch of a trial."""
     examples, tokens = cut.size, cut.tokens
-    now = None if cut.chosen is None else cut.chosen.now()
-    if isinstance(now, int):  # Of a graph it is not known here.
-        examples, tokens = (None, now) if cut.chosen.in_tokens else (now, None)
+    if cut.chosen is not None:
+        now = cut.chosen.now()
+        if isinstance(now, int):  # Of a graph it is not known here.
+            examples, tokens = (None, now) if cut.chosen.in_tokens else (now, None)
     size = meeting.size_of(examples or meeting.MOST)
     if tokens is None or cut.axis is None:
         return size
