@@ -44,16 +44,22 @@ def is_cut(examples: Size, cut: Cut, several: bool) -> bool:
 
 def size_of(cut: Cut, batch: Batch) -> int:
     """The number of examples in a micro-batch of a trial."""
-    size = meeting.size_of(cut.size or meeting.MOST)
-    if cut.tokens is None or cut.axis is None:
+    examples, tokens = cut.size, cut.tokens
+    if cut.chosen is not None:
+        now = cut.chosen.now()
+        if isinstance(now, int):  # Of a graph it is not known here.
+            examples, tokens = (None, now) if cut.chosen.in_tokens else (now, None)
+    size = meeting.size_of(examples or meeting.MOST)
+    if tokens is None or cut.axis is None:
         return size
     # Examples are as long here as the longest of the batch.
     there = [leaf for leaf in tf.nest.flatten(batch) if leaf is not None]
     lengths = [leaves.length_of(leaf, cut.axis) for leaf in there if len(leaf.shape) > cut.axis]
-    return max(2, min(size, cut.tokens // max([1, *lengths])))
+    return max(2, min(size, tokens // max([1, *lengths])))
 
 
 _done = Done()
+_warned: "weakref.WeakSet[Any]" = weakref.WeakSet()  # of code
 
 
 class OfForward:
@@ -90,6 +96,11 @@ class OfForward:
         tf.compat.v1.add_to_collection("macrobatch", tap)
         return tap([batch], 2 * meeting.MOST)
 
+    @property
+    def has_warned(self) -> bool:
+        """Whether a trial of this code has shown, or could not rule out, that examples meet."""
+        return self._code in _warned
+
     def _is_done(self) -> bool:
         return _done.has(self._code, None, self._variables)
 
@@ -102,6 +113,7 @@ class OfForward:
         except Exception:  # What belongs to a graph, for one, cannot be had outside of it.
             return
         for message in self._messages(verdict):
+            _warned.add(self._code)
             _checks.warn(message, _checks.ExactnessWarning)
 
     def _found(self, micro_batch: Batch) -> comparison.Found:

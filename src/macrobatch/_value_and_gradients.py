@@ -85,10 +85,11 @@ def value_and_gradients(
         variables: a nest of variables.
         batch: a nest of tensors with the examples first. Ragged and sparse tensors may be in it.
         micro_batch_size: the number of examples in memory at one time. The batch need not be a
-            multiple of it. "auto", the default, takes the largest that fits. If a batch runs out of
-            memory, it is run again with a smaller size. A `tf.function` cannot do that: the error
-            goes to its caller, nothing has been written, and the next call has half the size, so
-            call it again with the same batch.
+            multiple of it. "auto", the default, looks for the fastest that fits. If a batch runs
+            out of memory, it is run again with a smaller size. A `tf.function` can do neither, and
+            takes what calls outside have found, or the largest: the error goes to its caller,
+            nothing has been written, and the next call has half the size, so call it again with the
+            same batch.
         micro_batch_tokens: instead of `micro_batch_size`, the most that the number of examples
             times the longest of them may be: few long examples, many short ones, and at least one.
             Needs `sequence_axis`. "auto" finds it, as for `micro_batch_size`.
@@ -180,12 +181,17 @@ def _with_auto_size(arguments: Any, in_tokens: bool, memory_limit: Any) -> Tuple
     )
     cut = cut._replace(size=None, tokens=None)
 
-    def compute(cut: Cut) -> Tuple[Any, Any]:
-        return _value_and_gradients(loss_fn, variables, batch, cut, has_aux, forward, *rest)
-
     function = loss_fn if forward is None else forward
     trained = tf.nest.flatten(variables)
     sizes = auto_size(function, trained, in_tokens, cut.axis, memory_limit)
+
+    def shown(shows: bool) -> None:
+        if shows:
+            sizes.only_fits()
+
+    def compute(cut: Cut) -> Tuple[Any, Any]:
+        return _value_and_gradients(loss_fn, variables, batch, cut, has_aux, forward, *rest, shown)
+
     found: Tuple[Any, Any] = sizes.run(compute, cut, batch, examples)
     return found
 
@@ -201,6 +207,7 @@ def _value_and_gradients(
     forward: Optional[Callable[[Any], Any]],
     status: Any,
     noise_scale: Optional[NoiseScale],
+    shown: Callable[[bool], None] = lambda shows: None,
 ) -> Tuple[Any, Any]:
     trained = [checks.variable(variable) for variable in tf.nest.flatten(variables)]
     checks.no_variables(trained)
@@ -222,6 +229,7 @@ def _value_and_gradients(
         passes = WholeBatch(forward, loss_fn, has_aux, trained, micro_batches, jit_compile)
         tried = OfForward(user_fn, trained)
         loss, aux, found = passes.run(user_fn, lambda: tried.check(batch, examples, cut))
+        shown(passes.shows_size or tried.has_warned)
         found = tf.nest.pack_sequence_as(variables, found)
         return ((loss, aux) if has_aux else loss), found
     written = Written([], trained, ENGINE)
@@ -316,6 +324,7 @@ def _value_and_gradients(
             noise.look(found)
             noise.finish(part.sums[-2:], [factor, -loss * factor])
         found = waiting(found)
+    shown(functions.shows_size(written) or tried_loss.has_warned)
     found = tf.nest.pack_sequence_as(variables, found)
     return ((loss, part.aux) if has_aux else loss), found
 

@@ -166,6 +166,11 @@ def _add_plan(commands: Any) -> argparse.ArgumentParser:
         "--sequence-axis", type=int, metavar="N", help="the axis along which sequences are padded"
     )
     plan.add_argument(
+        "--micro-batch-tokens",
+        choices=("auto",),
+        help="with --sequence-axis: sizes in tokens, the examples times the longest of them",
+    )
+    plan.add_argument(
         "--whole-batch-loss", action="store_true", help="as accumulate(..., whole_batch_loss=True)"
     )
     plan.add_argument("--plot", metavar="FILE", help="draw memory and speed against the size")
@@ -176,7 +181,7 @@ def _add_plan(commands: Any) -> argparse.ArgumentParser:
 
 def _plan(parser: argparse.ArgumentParser, options: Any) -> int:
     _check_target(parser, options)
-    settings = _given(options, ("sequence_axis", "whole_batch_loss"))
+    settings = _given(options, ("sequence_axis", "whole_batch_loss", "micro_batch_tokens"))
     return planning.run(
         options.target,
         planning.Options(

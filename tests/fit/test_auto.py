@@ -399,6 +399,18 @@ def test_memory_is_watched_where_running_out_is_no_error(layers, watched, monkey
         assert_same(expected, model)
 
 
+def test_sizes_of_tests_grow(watched):
+    model = compiled(dense(), run_eagerly=True)
+    expected = model.test_on_batch(x[:24], y[:24])
+    macrobatch.accumulate(model, memory_limit=int((2**20 + 4 * 4 * 11) / 0.95))
+    sizes, auto = [], macrobatch._fit.install.accumulation_of(model).auto
+    for _ in range(5):
+        found = model.test_on_batch(x[:24], y[:24])
+        np.testing.assert_allclose(found, expected, rtol=1e-10)
+        sizes.append(auto._chosen.current)
+    assert sizes == [1, 2, 4, 8, 8]
+
+
 def test_a_limit_in_which_nothing_fits(watched):
     model = compiled(dense())
     before = model.get_weights()
@@ -422,15 +434,6 @@ def test_a_limit_in_which_nothing_fits(watched):
 def test_refusals(arguments, message):
     with pytest.raises(ValueError, match=message):
         macrobatch.accumulate(compiled(dense()), **arguments)
-
-
-def test_steps_of_the_models_own_need_a_number():
-    class Own(keras.Sequential):
-        def train_step(self, data):
-            return {}
-
-    with pytest.raises(ValueError, match="does not go with a train_step of the model's own"):
-        macrobatch.accumulate(Own([keras.Input([4]), keras.layers.Dense(1)]))
 
 
 def test_what_was_found_is_found_again(monkeypatch, tmp_path, caplog):

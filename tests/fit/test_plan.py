@@ -16,6 +16,7 @@ from verify_models import X, Y, compiled, mlp
 import macrobatch
 from macrobatch._no_trace.unchanged import Values, unchanged, variables_of
 from macrobatch._plan import find, search
+from macrobatch._plan.plot import draw
 from macrobatch._plan.report import NothingFits
 from macrobatch._plan.search import Memory
 from macrobatch._plan.trial import Trial, sizes_between, sizes_to_try
@@ -59,11 +60,11 @@ class Machine:
         work()
         return Peak(before, before + self.once + self.slope * size + self.more(trial.size), True)
 
-    def plan(self, limit, room=None, device="CPU", objective="fastest"):
+    def plan(self, limit, room=None, device="CPU", objective="fastest", **settings):
         """Plans with so many bytes beyond what is there before."""
         given = None if limit is None else Limit(BASE + limit, "a test")
         self._memory = Memory(Meter(), given, room, device)
-        return find.find(MODEL, X, Y, None, None, objective, {})
+        return find.find(MODEL, X, Y, None, None, objective, settings)
 
 
 class Untried:
@@ -234,6 +235,33 @@ def test_trials_are_updates_of_accumulate():
     assert noting.seen[:4] == noting.seen[-4:] == [4, 4, 4, 2]
 
 
+def test_tokens(machine, tmp_path):
+    width = X.shape[1]  # of the longest example
+    machine.seconds = {4: 0.5}
+    plan = machine.plan(limit=500 * MIB, sequence_axis=1, micro_batch_tokens="auto")
+    assert machine.tried == [1, 2, 4, 7]  # examples of that width
+    assert plan.micro_batch_size is None
+    assert (plan.micro_batch_tokens, plan.largest) == (4 * width, 7 * width)
+    assert [row.size for row in plan.rows] == [size * width for size in (1, 2, 4, 7, 8)]
+    assert f"fits in 1.46 GiB with micro_batch_tokens={7 * width}; {4 * width} is" in plan.advice
+    assert plan.slope == pytest.approx(machine.slope / width, rel=0.2)
+    draw(plan, str(tmp_path / "plan.png"))
+    found = json.loads(plan.to_json())
+    assert (found["micro_batch_tokens"], found["whole"]) == (4 * width, 14 * width)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"micro_batch_tokens": "auto"}, "needs sequence_axis="),
+        ({"micro_batch_tokens": 64, "sequence_axis": 1}, 'must be "auto" here'),
+    ],
+)
+def test_tokens_that_cannot_be(settings, message):
+    with pytest.raises(ValueError, match=message):
+        macrobatch.find_micro_batch_size(MODEL, X, Y, **settings)
+
+
 @pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
 def test_settings_of_the_model_count(monkeypatch):
     seen = []
@@ -250,6 +278,9 @@ def test_settings_of_the_model_count(monkeypatch):
     weight = len
     macrobatch.find_micro_batch_size(model, X[:1], Y[:1], micro_batch_weight=weight)
     assert seen[1:] == [{"micro_batch_size": 1, "micro_batch_weight": weight}]
+    settings = {"sequence_axis": 1, "micro_batch_tokens": "auto"}
+    macrobatch.find_micro_batch_size(model, X[:1], Y[:1], **settings)
+    assert seen[2:] == [{"micro_batch_tokens": X.shape[1], "sequence_axis": 1}]
 
 
 # Nothing changes

@@ -1,4 +1,4 @@
-"""value_and_gradients with a size that is found: the largest that fits."""
+"""value_and_gradients with a size that is found: the largest that fits, or the fastest."""
 
 import keras
 import numpy as np
@@ -8,6 +8,7 @@ from support import thorough
 from test_accumulator_everywhere import mirrored
 
 import macrobatch
+from macrobatch._gradients import auto as autos
 from macrobatch._sizes import limit, watch
 
 x = np.random.RandomState(0).randn(40, 3)
@@ -65,6 +66,57 @@ def test_is_run_again_with_less(caplog):
     assert max(room.sizes) == 8
     batch = x[:6], y[:6]
     room.check(room.found(batch), batch)
+
+
+class Clock:
+    """A clock that only loss functions move: small micro-batches are slow, and large ones too."""
+
+    now = 0.0
+
+    def __init__(self, monkeypatch, room):
+        monkeypatch.setattr(autos.time, "perf_counter", lambda: self.now)
+        loss = room.loss
+
+        def slow(batch):
+            size = len(batch[0])
+            self.now += 1 + size**2 / 16
+            return loss(batch)
+
+        room.loss = slow
+
+
+def test_finds_the_fastest(monkeypatch, caplog):
+    room, batch = Room(12), (x[:16], y[:16])
+    step = tf.function(lambda: room.found(batch))
+    Clock(monkeypatch, room)
+    for _ in range(60):
+        room.check(room.found(batch), batch)
+        if "fastest" in caplog.text:
+            break
+    assert "micro_batch_size=4 for batches of 16: the fastest of" in caplog.text
+    for found in (lambda: room.found(batch), step):
+        room.sizes.clear()
+        room.check(found(), batch)
+        assert max(room.sizes) == 4
+
+
+@pytest.mark.parametrize("cause", ["draws", "meets"])
+def test_where_the_size_shows_it_is_the_largest(cause, monkeypatch, caplog):
+    room, dropout = Room(12), keras.layers.Dropout(0.5, seed=3)
+    Clock(monkeypatch, room)
+    loss = room.loss
+    if cause == "draws":
+        room.loss = lambda batch: loss((dropout(batch[0], training=True), batch[1]))
+        room.found()
+    else:
+        room.loss = lambda batch: loss(batch) - tf.reduce_mean(loss(batch)) ** 2
+        with pytest.warns(macrobatch.ExactnessWarning):
+            room.found()
+    assert "micro_batch_size=8 for batches of 40: the largest that fits" in caplog.text
+    for _ in range(3):
+        room.sizes.clear()
+        room.found()
+        assert max(room.sizes) == 8
 
 
 def test_nothing_fits():
@@ -162,7 +214,7 @@ def test_the_size_of_a_graph_on_a_cpu_is_found_outside_of_it(monkeypatch):
 
 def test_compiled_functions_need_a_number():
     room = Room(10**9)
-    with pytest.raises(ValueError, match="does not go with jit_compile=True"):
+    with pytest.raises(ValueError, match=r"does not go with jit_compile=True.*outside of a tf\.fu"):
         tf.function(lambda: room.found(), jit_compile=True)()
 
 

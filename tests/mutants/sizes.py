@@ -5,6 +5,11 @@ from mutant import Mutant
 FIT, LOOPS = "fit/test_auto.py::test_", "loops/test_auto_sizes.py::test_"
 SEARCH_TESTS, CACHE_TESTS = "rooms/test_search.py::test_", "rooms/test_cache.py::test_"
 AUTO, STEPS, SEARCH = "_sizes/finder.py", "_fit/steps.py", "_sizes/search.py"
+OWN_TESTS, EARLY, RUNS = (
+    "fit/test_auto_own_steps.py::test_",
+    "_own_steps/early.py",
+    "_own_steps/runs.py",
+)
 GRAPHS, CACHE, CUT = "_gradients/auto.py", "_sizes/cache.py", "_batches/in_order.py"
 
 MUTANTS = [
@@ -40,7 +45,7 @@ MUTANTS = [
     Mutant(
         "sizes: looks for speed where the size shows",
         AUTO,
-        "            search.looks = False\n",
+        "            search.only_fits()\n",
         "            pass\n",
         (FIT + "where_the_size_shows_it_is_only_shrunk",),
     ),
@@ -99,5 +104,61 @@ MUTANTS = [
         "                self.shows_size = True\n",
         "                pass\n",
         (FIT + "draws_of_tf_random_show_the_size",),
+    ),
+    Mutant(
+        "sizes: what a step of a model's own had written is not taken back",
+        EARLY,
+        "            variable.assign(value)\n",
+        "            pass\n",
+        (OWN_TESTS + "a_batch_that_runs_out_is_run_again[False]",),
+    ),
+    Mutant(
+        "sizes: slots of an optimizer that was called early are not kept",
+        EARLY,
+        "                found += optimizer.variables\n",
+        "                pass\n",
+        (OWN_TESTS + "a_batch_that_runs_out_is_run_again[False]",),
+    ),
+    Mutant(
+        "sizes: a step of a model's own does not count that its last gradient is there",
+        RUNS,
+        "            begun = self._begun.assign_add(1)\n",
+        "            begun = self._begun.assign_add(0)\n",
+        (OWN_TESTS + "an_optimizer_that_runs_out_is_not_called_again[False]",),
+    ),
+    Mutant(
+        "sizes: draws of a step of a model's own do not show the size",
+        "_own_steps/plan.py",
+        " or any(map(is_seed, self.variables))",
+        "",
+        (OWN_TESTS + "where_the_size_shows_it_is_only_shrunk[dropout]",),
+    ),
+    Mutant(
+        "sizes: sizes that grow are taken for the largest at once",
+        AUTO,
+        "        if not self._steps.guard.looks and not grows:\n",
+        "        if not self._steps.guard.looks:\n",
+        (OWN_TESTS + "sizes_grow_where_memory_is_watched",),
+    ),
+    Mutant(
+        "sizes: value_and_gradients looks for speed where the size shows",
+        GRAPHS,
+        "        self._search.only_fits()\n",
+        "        pass\n",
+        (LOOPS + "where_the_size_shows_it_is_the_largest",),
+    ),
+    Mutant(
+        "sizes: times of value_and_gradients are not told",
+        GRAPHS,
+        "search.ran(whole, time.perf_counter() - start)",
+        "search.ran(whole)",
+        (LOOPS + "finds_the_fastest",),
+    ),
+    Mutant(
+        "sizes: a search that is told to look only for what fits goes on timing",
+        SEARCH,
+        '            self._start("settled")\n            self.size = max(self._allowed())\n',
+        "            pass\n",
+        (SEARCH_TESTS + "stops_looking_in_the_middle",),
     ),
 ]

@@ -47,6 +47,16 @@ def test_does_not_look_where_the_size_shows():
     assert run(search, lambda size: 1.0 / size) == [512]
 
 
+def test_stops_looking_in_the_middle():
+    search = Search()
+    sizes = run(search, lambda size: 1.0, most=100, batches=5)
+    assert search.times
+    assert search.best() == 64 != search.size
+    search.only_fits()
+    assert search.is_settled
+    assert search.size == search.next() == max(size for size in sizes if size < 100) == 64
+
+
 def test_first_update_of_a_size_is_not_timed():
     calls = []
 

@@ -109,7 +109,7 @@ class Auto(Engine):
         steps = self._steps
         how = {
             "unit": self._finder.unit,
-            "kind": type(steps).__name__,
+            "kind": type(steps).__name__ + steps.own_code,
             "axis": steps.cut.axis,
             "compiled": steps.model.jit_compile,
             "eager": steps.model.run_eagerly,
@@ -118,8 +118,11 @@ class Auto(Engine):
         part, devices = self._batches.parts(batch)[0], device_memory.names()
         return key_of(steps.model, part, whole, how, limit, devices, tf.__version__)
 
+    def can_rehearse(self) -> bool:
+        return bool(self._steps.can_rehearse)
+
     def shows_size(self) -> bool:
-        return bool(self._steps.shows_size)
+        return bool(self._steps.shows_size or self._steps.meets)
 
     def has_begun(self) -> bool:
         begun = [int(part.read_value()) for part in replicas.parts(self._strategy, self._variable)]

@@ -10,6 +10,7 @@ from macrobatch._fit.auto import Auto
 from macrobatch._fit.finite import Finite
 from macrobatch._fit.steps import Steps
 from macrobatch._noise.meter import Meter
+from macrobatch._own_steps.early import Undo
 from macrobatch._tensorflow import graph, replicas
 
 
@@ -101,6 +102,8 @@ class Functions(Steps):
         if auto is not None:
             can_be_again = training or "test_step" not in self._own
             sizes = auto.attempt(training) if can_be_again else auto.once
+            if training and "train_step" in self._own:
+                sizes = nested(sizes, Undo(self._own["train_step"].early, self.begun))
         if not training or not self.guard.is_wanted:
             return sizes
         return self.finite if sizes is None else nested(self.finite, sizes)

@@ -55,11 +55,13 @@ class Accumulation(Functions):
         self.looks = False
         self._is_measured = False
         self.settings: Dict[str, Any] = {}
-        self._own = own.own_steps(model, cut, micro_batch_weight)
+        self._own = own.own_steps(model, cut, micro_batch_weight, self.begun)
         self._replaced: Dict[str, Any] = {}
         self._types: Optional[Callable[[], Batch]] = None  # of the batches that come next
         step = self._own.get("train_step")
         tried = None if step is None else step.tried
+        if step is not None:
+            self.can_rehearse, self.own_code = False, step.code()
         self.meeting = Meeting(model, cut, self.strategy, self.tries_losses, tried)
         self.finite = Finite(
             model,
@@ -133,8 +135,9 @@ class Accumulation(Functions):
         """The model's own, on gradients of the whole batch."""
         step = self._own["train_step"]
         logs = step(data)
+        self.shows_size = step.shows_size
         self._remember(step.examples)
-        self.ran.add(-(-step.examples // (self.cut.size or 1)))
+        self.ran.add(step.micro_batches())
         return logs
 
     def own_test_step(self, data: Any) -> Any:
@@ -245,6 +248,7 @@ class Accumulation(Functions):
             self._look_at_own_step()
             self.padding.done[True].assign(0)
             self.meeting.start()
+            self.meets = False
             if self.auto is not None:
                 self.auto.forget()
             with self._watching():
@@ -290,7 +294,7 @@ class Accumulation(Functions):
     def _looking_at_first_batch(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def train_function(iterator: Any) -> Any:
             logs = function(iterator)
-            self.meeting.try_once(self.micro_batch_weight)
+            self.meets = self.meeting.try_once(self.micro_batch_weight) or self.meets
             if self.looks:
                 self.looks = False
                 examples = int(replicas.read(self.first_batch))

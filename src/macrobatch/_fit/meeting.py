@@ -84,10 +84,10 @@ class Meeting:
         if self._rows is None and is_cut(examples, self._cut, several):
             self._rows = rows
 
-    def try_once(self, micro_batch_weight: Optional[Callable[..., Any]]) -> None:
-        """Makes the trial, once there are examples for it."""
+    def try_once(self, micro_batch_weight: Optional[Callable[..., Any]]) -> bool:
+        """Makes the trial, once there are examples for it. Returns whether there was a warning."""
         if self._rows is None:
-            return
+            return False
         batch = self._rows
         if self._tried is None:
             batch = keras.utils.unpack_x_y_sample_weight(batch)
@@ -96,8 +96,10 @@ class Meeting:
         tried: Any = Tried(self._model, ENGINE, micro_batch_weight, self.with_losses)
         if self._tried is not None:
             tried = self._tried(batch)
-        for message in self._messages(tried, batch):
+        messages = self._messages(tried, batch)
+        for message in messages:
             _checks.warn_once(self._model, message)
+        return bool(messages)
 
     def _messages(self, tried: Any, batch: Batch) -> List[str]:
         is_coarse = low_precision(_internals.layers_of(self._model))
@@ -105,10 +107,10 @@ class Meeting:
         for groups in self._groups(batch):
             try:
                 verdict = verdict_of(tried.found, groups, is_coarse)
+                found: List[str] = tried.messages(groups, verdict)
+                return found
             except Exception as error:  # The model has been trained on a batch: that goes on.
                 messages = [meeting_checks.failed(groups.size, error)]
-                continue
-            return tried.messages(groups, verdict)
         return messages
 
     def _groups(self, batch: Batch) -> Iterator[comparison.Groups]:

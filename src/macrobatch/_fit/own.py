@@ -1,6 +1,7 @@
 """Steps that a model brings itself, on whole batches."""
 
-from typing import Any, Dict
+import hashlib
+from typing import Any, Dict, List
 
 import tensorflow as tf
 
@@ -11,10 +12,10 @@ from macrobatch._keras import finite_checks, model_checks
 from macrobatch._keras.report import overrides
 from macrobatch._own_steps import checks as step_checks
 from macrobatch._own_steps import tracing
-from macrobatch._own_steps.plan import Plan
+from macrobatch._own_steps.plan import Early, Plan
 from macrobatch._own_steps.step import BatchStep
 from macrobatch._own_steps.trial import TriedStep
-from macrobatch._tensorflow import graph, replicas, size_checks
+from macrobatch._tensorflow import graph, replicas
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._types import Batch, Logs, Size
 
@@ -24,9 +25,10 @@ class OwnStep:
 
     Attributes:
         examples: the number of examples in the latest batch, over all replicas.
+        shows_size: whether the size of micro-batches shows in what the latest batch came to.
     """
 
-    def __init__(self, model: Any, name: str, cut: Cut, weight: Any = None):
+    def __init__(self, model: Any, name: str, cut: Cut, weight: Any = None, begun: Any = None):
         """Takes a step from a model.
 
         Args:
@@ -34,10 +36,13 @@ class OwnStep:
             name: "train_step" or "test_step".
             cut: how batches are to be cut.
             weight: a function that gives the weight of a micro-batch, or None.
+            begun: a variable that counts batches that can no longer be taken back, or None.
         """
         self._model, self._name, self._cut, self._weight = model, name, cut, weight
+        self._begun = begun
         self._own = vars(model).get(name) or getattr(type(model), name).__get__(model, type(model))
         self.examples: Size = 0
+        self.shows_size = False
         self._plans: Dict[Any, Plan] = {}
 
     def forget(self) -> None:
@@ -56,8 +61,30 @@ class OwnStep:
         plan = self.plan(batch)
         for message in plan.inexact():
             _checks.warn_once(model, message)
-        step = BatchStep(model, self._run, plan, micro_batches, self.examples, self._weight)
+        self.shows_size = plan.shows_size()
+        step = BatchStep(
+            model, self._run, plan, micro_batches, self.examples, self._weight, self._begun
+        )
         return step.run()
+
+    def micro_batches(self) -> Size:
+        """How many there are of the latest batch."""
+        size = self._cut.size if self._cut.chosen is None else self._cut.chosen.now()
+        assert size is not None
+        return -(-self.examples // size)
+
+    def early(self, batch: Batch) -> List[Early]:
+        """What the step may write before its last gradient, for all kinds of batches so far."""
+        if not self._plans:
+            self.plan(batch)
+        return [plan.early for plan in self._plans.values()]
+
+    def code(self) -> str:
+        """What tells this step from others."""
+        function = getattr(self._own, "python_function", self._own)
+        code = getattr(function, "__code__", None)
+        text = repr((getattr(code, "co_code", b""), getattr(code, "co_names", ())))
+        return f"{type(self._model).__qualname__} {hashlib.sha256(text.encode()).hexdigest()}"
 
     def tried(self, batch: Batch) -> TriedStep:
         """The step in the trial whether examples meet."""
@@ -122,14 +149,9 @@ def check(model: Any, cut: Cut, of_whole_batch: bool, nonfinite: str) -> None:
         strategy = _internals.strategy_of(model)
         step_checks.one_device(1 if strategy is None else strategy.num_replicas_in_sync)
         step_checks.no_lengths(cut.axis)
-        if cut.chosen is not None:
-            raise size_checks.not_with(
-                "a train_step of the model's own, which may write before all gradients are there, "
-                "so that a batch could not be run again"
-            )
 
 
-def own_steps(model: Any, cut: Cut, weight: Any = None) -> Dict[str, OwnStep]:
+def own_steps(model: Any, cut: Cut, weight: Any = None, begun: Any = None) -> Dict[str, OwnStep]:
     """The steps that a model brings itself, by name."""
-    steps = ("train_step", "test_step")
-    return {name: OwnStep(model, name, cut, weight) for name in steps if overrides(model, name)}
+    names = [name for name in ("train_step", "test_step") if overrides(model, name)]
+    return {name: OwnStep(model, name, cut, weight, begun) for name in names}

@@ -38,7 +38,10 @@ class Steps:
         first_batch: the number of examples in the first batch of a fit.
         begun: how many batches have begun to write, where a batch may be run again.
         is_rehearsal: whether steps are traced, or run, up to where they would write.
+        can_rehearse: whether there are rehearsals.
         shows_size: whether the size of micro-batches shows in the update; None if not yet known.
+        meets: whether a trial has shown, or could not rule out, that examples meet.
+        own_code: what tells a train step of the model's own from others.
         noise: measures the gradient noise scale, if asked for.
         ran: how many batches and micro-batches there were, if they are counted.
     """
@@ -63,8 +66,9 @@ class Steps:
         self.begun: Any = None
         if cut.chosen is not None:
             self.begun = replicas.variable(self.strategy, [], tf.int64, "begun", summed=False)
-        self.is_rehearsal = False
+        self.is_rehearsal, self.can_rehearse, self.own_code = False, True, ""
         self.shows_size: Optional[bool] = None
+        self.meets = False
         self.is_new = True  # whether nothing has been built for what is compiled
         self._has_run = False
         # In eager mode on replicas, the latest part of each kind of batch, and its step.

@@ -1,12 +1,15 @@
-"""Sizes of micro-batches for functions of the user's: the largest that fits.
+"""Sizes of micro-batches for functions of the user's: the largest that fits, or the fastest.
 
-Outside of graphs, a batch that runs out of memory is run again with a smaller size. A graph cannot
-do that: its error goes to whoever called it, and the next call has half the size.
+Outside of graphs, a batch that runs out of memory is run again with a smaller size, and calls are
+timed. A graph can do neither: its error goes to whoever called it, and the next call has half the
+size.
 """
 
+import time
 import weakref
 from typing import Any, Callable, Dict, List, Optional, Sequence
 
+import numpy as np
 import tensorflow as tf
 
 from macrobatch._batches.cut import Cut
@@ -19,6 +22,11 @@ from macrobatch._tensorflow.extents import Batches
 from macrobatch._types import Batch, Size
 
 Compute = Callable[[Cut], Any]
+
+
+def unit_of(in_tokens: bool) -> str:
+    """What the size is called in the arguments of the user's."""
+    return "micro_batch_tokens" if in_tokens else "micro_batch_size"
 
 
 class Given:
@@ -37,10 +45,10 @@ class AutoSize:
 
     def __init__(self, strategy: Any, in_tokens: bool, axis: Optional[int], memory_limit: Any):
         self._in_tokens, self._axis, self._memory_limit = in_tokens, axis, memory_limit
-        self._unit = "micro_batch_tokens" if in_tokens else "micro_batch_size"
+        self._unit = unit_of(in_tokens)
         self._watch = watch.needed(memory_limit, device_memory)
         limit = None if self._watch is None else self._watch.limit.bytes
-        self._search = Search(limit, looks=False, power=1 if in_tokens else 2)
+        self._search = Search(limit, power=1 if in_tokens else 2)
         self._batches = Batches(None, axis, in_tokens)
         self._chosen = ChosenSize(strategy, in_tokens)
         # Of graphs: how many calls have been started and finished, and the size after a failure.
@@ -48,6 +56,10 @@ class AutoSize:
             replicas.variable(strategy, [], tf.int32, name, summed=False)
             for name in ("started", "finished", "size")
         )
+
+    def only_fits(self) -> None:
+        """Looks for the largest size, because the size shows in what the function comes to."""
+        self._search.only_fits()
 
     def run(self, compute: Compute, cut: Cut, batch: Batch, examples: Size) -> Any:
         """What a computation on a batch comes to.
@@ -68,12 +80,12 @@ class AutoSize:
 
     def _begin(self, batch: Batch, examples: Size) -> Size:
         """The size for a call of a graph: after one that did not finish, half of it."""
-        if self._watch is not None and not self._search.is_settled:
+        if self._watch is not None and not self._search.has_fitted:
             raise size_checks.not_in_a_graph(self._unit)
         started, finished = replicas.read(self._started), replicas.read(self._finished)
         before, whole = replicas.read(self._size), self._whole(batch, examples)
-        if self._search.is_settled:
-            whole = tf.minimum(whole, self._search.size)
+        if self._search.has_fitted:
+            whole = tf.minimum(whole, self._search.best())
         size = tf.where(before > 0, tf.minimum(before, whole), whole)
         half = tf.maximum((size + 1) // 2, 1)
         failed = started > finished
@@ -95,10 +107,13 @@ class AutoSize:
         search, tried = self._search, []
         whole, extent = self._batches.measured(batch)
         search.meet(whole, extent)
+        was_settled = search.is_settled
         found: List[Any] = []
 
         def work() -> None:
             found.append(compute(cut._replace(chosen=self._chosen)))
+            if search.times:  # A device may still be at work.
+                tf.nest.map_structure(np.asarray, found[0], expand_composites=True)
 
         while True:
             # Where memory is watched, sizes grow from call to call.
@@ -111,8 +126,9 @@ class AutoSize:
                 if self._watch is not None and is_measured:
                     search.rehearsed(size, peak_of(work, self._watch.counter).bytes)
                 else:
+                    start = time.perf_counter()
                     work()
-                    search.ran(whole)
+                    search.ran(whole, time.perf_counter() - start)
             except (tf.errors.OpError, MemoryError) as error:
                 if not size_checks.is_out_of_memory(error):
                     raise
@@ -122,6 +138,9 @@ class AutoSize:
                 continue
             if len(tried) > 1:
                 checks.LOG.warning(checks.shrunk(self._unit, tried, whole))
+            if search.is_settled and not was_settled:
+                line = checks.settled(self._unit, search.size, whole, search.found())
+                checks.LOG.warning(line)
             return found[0]
 
 
@@ -136,12 +155,12 @@ def auto_size(
     memory_limit: Any,
 ) -> AutoSize:
     """The size for a function of the user's. A lambda may be made anew for each call."""
-    several = replicas.in_several()
+    several, unit = replicas.in_several(), unit_of(in_tokens)
     strategy = tf.distribute.get_strategy() if several else None
     if several and (tf.executing_eagerly() or replicas.has_several_workers(strategy)):
-        raise size_checks.not_with("strategy.run outside of a tf.function, or on several workers")
+        raise size_checks.not_in_strategy(unit, replicas.has_several_workers(strategy))
     if graph.in_xla():
-        raise size_checks.not_with("jit_compile=True, where sizes are constants")
+        raise size_checks.not_compiled(unit)
     of_function = _sizes.setdefault(getattr(function, "__code__", function), {})
     key = id(strategy), tuple(map(id, variables)), in_tokens, axis, memory_limit
     if key not in of_function:

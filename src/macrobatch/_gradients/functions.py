@@ -53,6 +53,11 @@ def warn(written: Written) -> None:
             _checks.warn_once(written.normalizing[0], message)
 
 
+def shows_size(written: Written) -> bool:
+    """Whether the size of micro-batches shows in what a function came to."""
+    return bool(written.normalizing) or written.drew or written.dropped
+
+
 @contextlib.contextmanager
 def tried(
     values: Any, check: Callable[[], Any]

@@ -44,6 +44,11 @@ class WholeBatch:
         self._weights = [replicas.tf_variable(variable) for variable in trained]
         self._stages = TwoStages([], trained, ENGINE)
 
+    @property
+    def shows_size(self) -> bool:
+        """Whether the size of micro-batches shows in what the forward pass came to."""
+        return functions.shows_size(self._stages.forward)
+
     def run(self, owner: Any, check: Callable[[], Any]) -> Tuple[Tensor, Any, List[Gradient]]:
         """The loss, `aux` and the gradients; of these, in a replica, its part.
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 from macrobatch._keras import batch_norm
 from macrobatch._keras.scope import Written, is_seed, unique
 from macrobatch._own_steps import checks
+from macrobatch._own_steps.early import early_of
 from macrobatch._own_steps.plan import Asked, Plan
 from macrobatch._types import Tensor, Variable
 
@@ -138,6 +139,13 @@ def plan(noted: Noted, flow: Flow, written: Written, trains: bool) -> Plan:
         is_mean = EXAMPLES in flow.of(targets) and not all(per_example)
         checks.of_examples(is_mean and any(EXAMPLES not in flow.of(s) for s in sources))
     checks.counts_of_the_batch(any(is_late(flow.of(count)) for count in noted.counts))
+    end = max((i for i, each in enumerate(gradients) if each.group == last), default=-1)
+    undone = early_of(
+        [(write.variable, flow.of(write.value)) for write in noted.writes],
+        [optimizer for optimizer, _ in noted.applied],
+        written.variables,
+        end,
+    )
     after: Dict[int, int] = {}
     for write in noted.writes:
         after.setdefault(id(write.variable), write.after)
@@ -157,6 +165,7 @@ def plan(noted: Noted, flow: Flow, written: Written, trains: bool) -> Plan:
         applied=noted.applied,
         counts=len(noted.counts),
         draws_anew=flow.draws_anew(),
+        early=undone,
     )
 
 

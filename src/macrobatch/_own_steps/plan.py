@@ -3,6 +3,7 @@
 from typing import Any, Dict, List, NamedTuple, Tuple
 
 from macrobatch._keras import checks as keras_checks
+from macrobatch._keras.scope import is_seed
 from macrobatch._own_steps import checks
 from macrobatch._types import Variable, names
 
@@ -20,6 +21,13 @@ class Asked(NamedTuple):
     per_example: List[bool]
     of_examples: bool = True
     group: int = 0
+
+
+class Early(NamedTuple):
+    """What may be written before the last gradient is there: variables, and those of optimizers."""
+
+    variables: List[Variable]
+    optimizers: List[Any]
 
 
 class Plan(NamedTuple):
@@ -43,6 +51,7 @@ class Plan(NamedTuple):
         applied: optimizers, and the variables that they update, in the order of the calls.
         counts: the number of denominators that are counted.
         draws_anew: whether tf.random is used.
+        early: what may be written before the last gradient of examples is there.
     """
 
     gradients: List[Asked]
@@ -58,10 +67,20 @@ class Plan(NamedTuple):
     applied: List[Tuple[Any, List[Variable]]]
     counts: int
     draws_anew: bool
+    early: Early
 
     def ends(self, group: int) -> int:
         """The place of the last gradient in a group."""
         return max(i for i, asked in enumerate(self.gradients) if asked.group == group)
+
+    @property
+    def end(self) -> int:
+        """The place of the last gradient that the step waits for; -1 if there is none."""
+        return self.ends(self.last) if self.last >= 0 else -1
+
+    def shows_size(self) -> bool:
+        """Whether the size of micro-batches shows in what the step comes to."""
+        return bool(self.inexact()) or self.draws_anew or any(map(is_seed, self.variables))
 
     def inexact(self) -> List[str]:
         """What cannot equal the whole batch, and the way out."""

@@ -154,6 +154,7 @@ class Real(Running):
         plan: Plan,
         place: Place,
         others: Callable[["Real", int, List[Gradient]], List[List[Gradient]]],
+        begun: Any = None,
     ):
         """Starts a run.
 
@@ -162,9 +163,11 @@ class Real(Running):
             place: what the first micro-batch is in the whole batch.
             others: a function of this run, of the place of a group of gradients, and of what
                 must be there before: the parts of the other micro-batches, for each of the group.
+            begun: a variable that counts batches whose last gradient is there, or None.
         """
         super().__init__(plan, place)
-        self._others = others
+        self._others, self._begun = others, begun
+        self._ready: List[Any] = []  # what later updates wait for
         self.snapshots: List[Snapshot] = []
         self._found: List[List[Gradient]] = []
 
@@ -183,12 +186,27 @@ class Real(Running):
             others = self._found.pop(0)
             total = [_total(s, *pair) for s, *pair in zip(tf.nest.flatten(sources), own, others)]
             found = tf.nest.pack_sequence_as(sources, total)
+        if index == self.plan.end and self._begun is not None:
+            found = self._begin(found)
         self.gradients.append(found)
         return found
 
+    def _begin(self, found: Any) -> Any:
+        """The last gradients, after which nothing is taken back."""
+        with parts.after(found):
+            begun = self._begun.assign_add(1)
+        self._ready = [] if tf.executing_eagerly() else [begun]
+        with tf.control_dependencies(self._ready):
+            return tf.nest.map_structure(
+                lambda each: None if each is None else tf.identity(each),
+                found,
+                expand_composites=True,
+            )
+
     def apply(self, plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
         variables = modes.variables_of(optimizer, trainable_variables)
-        with modes.plainly():
+        # An optimizer counts updates, and lets weights decay, without asking for gradients.
+        with modes.plainly(), tf.control_dependencies(self._ready):
             result = plain(optimizer, grads, trainable_variables)
         snapshot: Snapshot = None
         if len(self.gradients) <= self.plan.last:

@@ -40,6 +40,7 @@ class BatchStep:
         micro_batches: MicroBatches,
         examples: Size,
         weight: Optional[Callable[..., Any]] = None,
+        begun: Any = None,
     ):
         """Reads what the step is about to change.
 
@@ -50,8 +51,9 @@ class BatchStep:
             micro_batches: the batch, and how it is cut.
             examples: the number of its examples, over all replicas.
             weight: a function of (x, y, sample_weight) that gives the weight of a micro-batch.
+            begun: a variable that counts batches whose last gradient is there, or None.
         """
-        self._model, self._step, self._plan = model, step, plan
+        self._model, self._step, self._plan, self._begun = model, step, plan, begun
         self._micro_batches, self._examples, self._weight = micro_batches, examples, weight
         self._counts: Optional[List[Tensor]] = None
         self._others: Optional[Part] = None
@@ -74,7 +76,7 @@ class BatchStep:
         plan, first = self._plan, self._micro_batches.first()
         if plan.counts or self._weight is not None:
             self._counts = self._counted()
-        real = Real(plan, self._place(first), self._other_parts)
+        real = Real(plan, self._place(first), self._other_parts, self._begun)
         with batch_norm.recorded() as calls:
             if plan.last < 0:
                 self._other_parts(real, -1, [])

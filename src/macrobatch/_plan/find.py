@@ -3,27 +3,32 @@
 import contextlib
 import logging
 import warnings
-from typing import Any, Callable, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, Optional
 
 import tensorflow as tf
 
 from macrobatch import _internals
 from macrobatch._accumulate import settings_of
+from macrobatch._batches import checks as batch_checks
 from macrobatch._keras import model_checks as checks
 from macrobatch._no_trace.data import first_batch
 from macrobatch._no_trace.unchanged import unchanged
 from macrobatch._plan.report import Plan
 from macrobatch._plan.search import Memory, Search, Tell
+from macrobatch._plan.trial import EXAMPLES, Unit
 from macrobatch._sizes import limit as limits
 from macrobatch._sizes import watch
 from macrobatch._sizes.limit import MemoryLimit
 from macrobatch._sizes.peaks import ProcessCounter
 from macrobatch._tensorflow import device_memory
 from macrobatch._tensorflow.engine import ENGINE
+from macrobatch._tensorflow.extents import Batches
 
 OBJECTIVES = ("fastest", "largest")
 # What of the settings of an accumulated model counts here too.
-KEPT = ("sequence_axis", "lengths", "micro_batch_weight", "whole_batch_loss")
+KEPT = (
+    *("sequence_axis", "lengths", "micro_batch_weight", "whole_batch_loss", "micro_batch_tokens"),
+)
 
 
 def find_micro_batch_size(
@@ -38,6 +43,7 @@ def find_micro_batch_size(
     lengths: Optional[Callable[[Any, Any, Any], Any]] = None,
     micro_batch_weight: Optional[Callable[[Any, Any, Any], Any]] = None,
     whole_batch_loss: bool = False,
+    micro_batch_tokens: Optional[str] = None,
 ) -> Plan:
     """Finds the size of micro-batches that fits into memory and trains fastest.
 
@@ -68,9 +74,12 @@ def find_micro_batch_size(
         lengths: as in `accumulate`.
         micro_batch_weight: as in `accumulate`.
         whole_batch_loss: as in `accumulate`.
+        micro_batch_tokens: "auto", with `sequence_axis`: sizes are what `micro_batch_tokens` is in
+            `accumulate`, from one example of the longest on.
 
     Returns:
-        A plan. `plan.micro_batch_size` is the choice, `plan.advice` the finding in one sentence.
+        A plan. `plan.micro_batch_size` (or `plan.micro_batch_tokens`) is the choice,
+        `plan.advice` the finding in one sentence.
         `print(plan)` shows the table that the choice rests on, `plan.rows` has it, each row with
         `size`, `peak` (bytes), `examples_per_second`, `fits` and `note`. `plan.to_json()` has all
         of it.
@@ -94,6 +103,7 @@ def find_micro_batch_size(
         "lengths": lengths,
         "micro_batch_weight": micro_batch_weight,
         "whole_batch_loss": whole_batch_loss or None,
+        "micro_batch_tokens": micro_batch_tokens,
     }
     settings = {name: value for name, value in given.items() if value is not None}
     return find(model, x, y, sample_weight, memory_limit, objective, settings)
@@ -118,12 +128,22 @@ def find(
     checks.keras_model(model)
     _check(model)
     own = settings_of(model) or {}
-    settings = settings or {name: own[name] for name in KEPT if name in own}
+    if not settings:
+        settings = {name: own[name] for name in KEPT if own.get(name) is not None}
+        if "micro_batch_tokens" in settings:  # whatever it was
+            settings["micro_batch_tokens"] = batch_checks.AUTO
+    tokens = settings.get("micro_batch_tokens")
+    settings = {name: value for name, value in settings.items() if name != "micro_batch_tokens"}
+    _check_tokens(tokens, settings)
     batch = first_batch(x, y, sample_weight)
     examples = int(ENGINE.examples(batch))
     with _quiet(), unchanged(model) as kept:
-        memory = _memory(memory_limit)
-        return Search(model, batch, examples, settings, memory, kept, tell).plan(objective)
+        memory, unit = _memory(memory_limit), EXAMPLES
+        if tokens is not None:
+            sizes = Batches(None, settings["sequence_axis"], in_tokens=True)
+            unit = Unit("micro_batch_tokens", int(sizes.measured(batch).extent))
+        search = Search(model, batch, examples, settings, memory, kept, tell, unit)
+        return search.plan(objective)
 
 
 def _memory(given: MemoryLimit) -> Memory:
@@ -135,6 +155,18 @@ def _memory(given: MemoryLimit) -> Memory:
     room = None if is_error else limits.available().bytes
     of_process = None if is_error and given is None else limits.memory_limit(given)
     return Memory(ProcessCounter(), of_process, room, "CPU")
+
+
+def _check_tokens(tokens: Any, settings: Dict[str, Any]) -> None:
+    if tokens is None:
+        return
+    axis, lengths = settings.get("sequence_axis"), settings.get("lengths")
+    batch_checks.sizes(None, tokens, axis, lengths, of=["x", "y", "sample_weight"])
+    if tokens != batch_checks.AUTO:
+        raise ValueError(
+            'micro_batch_tokens must be "auto" here: numbers of tokens are looked for. '
+            f"Received: micro_batch_tokens={tokens!r}."
+        )
 
 
 def _check(model: Any) -> None:

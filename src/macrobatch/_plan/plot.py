@@ -26,7 +26,7 @@ def draw(plan: Plan, path: str) -> None:
 
 def _title(plan: Plan) -> str:
     within = "" if plan.limit is None else f" in {shown(plan.limit)}"
-    chosen = f"micro_batch_size={plan.micro_batch_size} is the {plan.objective} that fits{within}"
+    chosen = f"{plan.choice.name} is the {plan.objective} that fits{within}"
     return f"{plan.model}, batch {plan.examples}: {chosen}"
 
 
@@ -34,11 +34,11 @@ def _prepare(axes: Any, plan: Plan) -> None:
     sizes = [row.size for row in plan.rows if row.size is not None]
     axes.set_xscale("log", base=2)
     # Sizes between powers of two would run into their neighbours.
-    ticks = [size for size in sizes if size & (size - 1) == 0 or size == plan.examples]
+    ticks = [size for size in sizes if _is_doubled(size, sizes[0]) or size == plan.whole]
     ticks = [size for size in ticks if size == max(ticks) or size * 1.5 < max(ticks)]
     axes.set_xticks(ticks, [str(size) for size in ticks])
     axes.minorticks_off()
-    axes.set_xlabel("micro_batch_size", color=GREY)
+    axes.set_xlabel(plan.choice.unit, color=GREY)
     axes.tick_params(colors=GREY, length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
@@ -46,6 +46,12 @@ def _prepare(axes: Any, plan: Plan) -> None:
     axes.grid(axis="y", color="#edf2f7")
     axes.set_axisbelow(True)
     axes.set_xlim(min(sizes) / 1.3, max(sizes) * 1.3)
+
+
+def _is_doubled(size: int, first: int) -> bool:
+    """Whether a size is the first one, doubled any number of times."""
+    times, rest = divmod(size, first)
+    return rest == 0 and times & (times - 1) == 0
 
 
 def _draw_memory(axes: Any, plan: Plan) -> None:
@@ -88,7 +94,7 @@ def _draw_speed(axes: Any, plan: Plan) -> None:
 
 def _mark(axes: Any, plan: Plan, points: List[Tuple[int, float]], unit: str) -> None:
     """Rings the point of the choice, and says what it is."""
-    (chosen,) = (point for point in points if point[0] == plan.micro_batch_size)
+    (chosen,) = (point for point in points if point[0] == plan.choice.size)
     axes.scatter(*chosen, s=150, facecolors="none", edgecolors="black", lw=1.5, zorder=4)
     number = f"{chosen[1]:.3g}" if chosen[1] < 1000 else f"{chosen[1]:.0f}"
     # Memory rises, so that there is room to the left of a point, if not in front of the axis.

@@ -16,13 +16,14 @@ class Row:
     """A size, and what is known of it.
 
     Attributes:
-        size: examples in a micro-batch; None for plain Keras on the whole batch.
+        size: examples in a micro-batch, or tokens; None for plain Keras on the whole batch.
         peak: the peak memory in bytes; None if the size was not tried, or ran out of memory.
         examples_per_second: None if the size was not tried.
         fits: whether the peak is below the limit, with a twentieth of the limit to spare.
         note: why there are no numbers: "not tried", or "ran out of memory".
         expected: about what the peak is where it was not measured, in bytes; None if no size near
             it was tried.
+        unit: "micro_batch_size" or "micro_batch_tokens".
     """
 
     size: Optional[int]
@@ -31,11 +32,12 @@ class Row:
     fits: bool = False
     note: str = ""
     expected: Optional[int] = None
+    unit: str = "micro_batch_size"
 
     @property
     def name(self) -> str:
         """What was tried."""
-        return "the plain batch" if self.size is None else f"micro_batch_size={self.size}"
+        return "the plain batch" if self.size is None else f"{self.unit}={self.size}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Plan:
     """The micro-batch size to take, and why.
 
     Attributes:
-        micro_batch_size: the choice.
+        micro_batch_size: the choice; None if it is of tokens.
         objective: "fastest" or "largest".
         fastest: the fastest size that fits.
         largest: the largest size that fits, of those that were tried.
@@ -56,9 +58,11 @@ class Plan:
         limit_source: where the limit comes from.
         base, slope: the line through the peaks: a size takes about `base + slope * size` bytes.
         notes: how it was measured, where it is not as usual.
+        micro_batch_tokens: the choice, if it is of tokens.
+        whole: the size that takes the whole batch at once, in examples or tokens.
     """
 
-    micro_batch_size: int
+    micro_batch_size: Optional[int]
     objective: str
     fastest: int
     largest: int
@@ -72,6 +76,13 @@ class Plan:
     base: float
     slope: float
     notes: List[str]
+    micro_batch_tokens: Optional[int]
+    whole: int
+
+    @property
+    def choice(self) -> Row:
+        """The row of the choice."""
+        return self.row_of(self.micro_batch_size or self.micro_batch_tokens or 0)
 
     @property
     def whole_batch_peak(self) -> Optional[int]:
@@ -82,8 +93,8 @@ class Plan:
     def advice(self) -> str:
         """The finding, in one sentence."""
         there = "memory" if self.limit is None else shown(self.limit)
-        whole = self.largest >= self.examples
-        size = "as a whole" if whole else f"with micro_batch_size={self.largest}"
+        whole = self.largest >= self.whole
+        size = "as a whole" if whole else f"with {self.row_of(self.largest).name}"
         return f"Batch {self.examples} fits in {there} {size}; {self._of_fastest()}."
 
     def _of_fastest(self) -> str:
@@ -112,14 +123,16 @@ class Plan:
             f"Memory limit: {limit}.",
             *self.notes,
         ]
-        line = f"A micro-batch takes about {shown(self.base)} + size x {shown(self.slope)}."
+        size = "size" if self.micro_batch_tokens is None else "tokens"
+        line = f"A micro-batch takes about {shown(self.base)} + {size} x {shown(self.slope)}."
         is_known = sum(row.peak is not None for row in self.rows) > 1
         end = [line, self.advice] if is_known else [self.advice]
         return "\n".join([*head, "", *self._table(), "", *end])
 
     def _table(self) -> List[str]:
         rows = [*self.rows, self.plain]
-        lines = [("size", "peak memory", "examples/s", "fits", "")]
+        title = "size" if self.micro_batch_tokens is None else "tokens"
+        lines = [(title, "peak memory", "examples/s", "fits", "")]
         lines += [(*cells(row), self._remark(row)) for row in rows]
         widths = [max(len(line[place]) for line in lines) for place in range(4)]
         texts = [
@@ -130,7 +143,7 @@ class Plan:
 
     def _remark(self, row: Row) -> str:
         about = "" if row.expected is None else f": about {shown(row.expected)}"
-        return "chosen" if row.size == self.micro_batch_size else row.note + about
+        return "chosen" if row == self.choice else row.note + about
 
 
 def cells(row: Row) -> Tuple[str, str, str, str]:

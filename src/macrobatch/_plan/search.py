@@ -10,7 +10,7 @@ import tensorflow as tf
 from macrobatch._no_trace.twin import twin
 from macrobatch._no_trace.unchanged import Values
 from macrobatch._plan.report import NothingFits, Plan, Row
-from macrobatch._plan.trial import Trial, sizes_between, sizes_to_try
+from macrobatch._plan.trial import EXAMPLES, Trial, Unit, sizes_between, sizes_to_try
 from macrobatch._sizes import limit as limits
 from macrobatch._sizes.limit import Limit, shown
 from macrobatch._sizes.peaks import (
@@ -68,6 +68,7 @@ class Search:
         memory: Memory,
         kept: Values,
         tell: Tell,
+        unit: Unit = EXAMPLES,
     ):
         """Prepares a search.
 
@@ -79,10 +80,11 @@ class Search:
             memory: the memory that there is.
             kept: values that are put back. They are no part of what training takes.
             tell: is told what is going on.
+            unit: in which `accumulate` is told sizes. Here, sizes are of the longest examples.
         """
         self._name, self._batch, self._examples = model.name, batch, examples
         self._settings, self._memory, self._tell = settings, memory, tell
-        self._kept = kept
+        self._kept, self._unit = kept, unit
         self._extra = kept.bytes if memory.device == "CPU" else 0
         # Its optimizer is built, so that all trials share its slots.
         self._model, self._notes = twin(model, as_it_trains=True)
@@ -150,7 +152,7 @@ class Search:
     def _try(self, size: Optional[int]) -> bool:
         """Runs a size, if it can be run, and says whether it fits."""
         is_expected_to_fit = self._may_try(size or self._examples)
-        self._say("the plain batch" if size is None else f"micro_batch_size={size}")
+        self._say(Row(self._shown(size), unit=self._unit.name).name)
         if not is_expected_to_fit:
             self._failed[size] = "not tried"
         else:
@@ -160,7 +162,7 @@ class Search:
 
     def _run(self, size: Optional[int]) -> None:
         self._kept.put_back()
-        trial = Trial(self._model, self._batch, self._examples, size, self._settings)
+        trial = Trial(self._model, self._batch, self._examples, size, self._settings, self._unit)
         try:
             found = peak_of(trial.start, self._memory.counter)
         except tf.errors.ResourceExhaustedError:
@@ -213,7 +215,12 @@ class Search:
         seconds, note = self._seconds.get(size), self._failed.get(size, "")
         speed = self._examples / statistics.median(seconds) if seconds else None
         expected = self._expected(size or self._examples) if note else None
-        return Row(size, self._peaks.get(size), speed, self._fits(size), note, expected)
+        peak, fits = self._peaks.get(size), self._fits(size)
+        return Row(self._shown(size), peak, speed, fits, note, expected, self._unit.name)
+
+    def _shown(self, size: Optional[int]) -> Optional[int]:
+        """A size as it is given to `accumulate`."""
+        return None if size is None else size * self._unit.of_example
 
     def _expected(self, size: int) -> Optional[int]:
         """About what a size takes, if that can be told."""
@@ -231,8 +238,10 @@ class Search:
         fastest = max(fitting, key=lambda row: row.examples_per_second or 0.0).size or 0
         largest = fitting[-1].size or 0
         limit = self._memory.limit
+        choice = fastest if objective == "fastest" else largest
+        in_tokens = self._unit.name != EXAMPLES.name
         return Plan(
-            micro_batch_size=fastest if objective == "fastest" else largest,
+            micro_batch_size=None if in_tokens else choice,
             objective=objective,
             fastest=fastest,
             largest=largest,
@@ -246,6 +255,8 @@ class Search:
             base=base,
             slope=slope,
             notes=list(self._notes),
+            micro_batch_tokens=choice if in_tokens else None,
+            whole=self._examples * self._unit.of_example,
         )
 
     def _nothing_fits(self) -> NothingFits:

@@ -1,7 +1,7 @@
 """One size of micro-batches, tried: the train function that `fit` would have, on one batch."""
 
 import time
-from typing import Any, Dict, List, Optional
+from typing import Any, Dict, List, NamedTuple, Optional
 
 import keras
 import tensorflow as tf
@@ -14,6 +14,21 @@ from macrobatch._types import Batch
 LONG = 2.0  # seconds of an update
 
 
+class Unit(NamedTuple):
+    """In what a size is given to `accumulate`.
+
+    Attributes:
+        name: the argument.
+        of_example: what the longest example counts.
+    """
+
+    name: str
+    of_example: int
+
+
+EXAMPLES = Unit("micro_batch_size", 1)
+
+
 class Trial:
     """Updates of a model in micro-batches of a size, or of the plain model.
 
@@ -23,7 +38,13 @@ class Trial:
     """
 
     def __init__(
-        self, model: Any, batch: Batch, examples: int, size: Optional[int], settings: Dict[str, Any]
+        self,
+        model: Any,
+        batch: Batch,
+        examples: int,
+        size: Optional[int],
+        settings: Dict[str, Any],
+        unit: Unit = EXAMPLES,
     ):
         """Prepares a trial.
 
@@ -34,12 +55,13 @@ class Trial:
             examples: in the batch.
             size: examples in a micro-batch; None for plain updates.
             settings: further arguments of `accumulate`.
+            unit: in which `accumulate` is told the size.
         """
         self.size = size
         self.seconds: List[float] = []
         self._model, _ = twin(model, as_it_trains=True)
         if size is not None:
-            accumulate(self._model, micro_batch_size=size, **settings)
+            accumulate(self._model, **{unit.name: size * unit.of_example}, **settings)
         x, y, sample_weight = batch
         data = _internals.data_of_fit(x, y=y, sample_weight=sample_weight, batch_size=examples)
         self._data = data.get_tf_dataset().repeat()

@@ -131,11 +131,10 @@ class Finder:
         search = self._search(training, batch, whole)
         search.meet(whole, extent)
         rehearses = training and self._engine.can_rehearse()
-        if search.to_rehearse() is not None:
-            if rehearses:
-                self._rehearse(search, batch)
-            else:
-                self._check_room(search)
+        if rehearses and search.to_rehearse() is not None:
+            self._rehearse(search, batch)
+        elif training and not rehearses:
+            self._check_room(search)
         was_settled, tried = search.is_settled, []
         while True:
             size = self._engine.agreed(search, self._next(search, rehearses), batch)
@@ -219,7 +218,7 @@ class Finder:
             return None
         engine.ran()
         if training and engine.shows_size():
-            search.looks = False
+            search.only_fits()
         rehearses = training and engine.can_rehearse()
         if peak is not None and rehearses:
             search.takes_beyond(int(peak - search.expected(search.size)))

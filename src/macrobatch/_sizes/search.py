@@ -71,6 +71,15 @@ class Search:
         return self._phase == "settled"
 
     @property
+    def has_fitted(self) -> bool:
+        """Whether it is known which sizes fit."""
+        return self._phase != "fitting"
+
+    def best(self) -> int:
+        """The size that was found; while it still looks for the fastest, the largest that fits."""
+        return self.size if self.is_settled else self.largest()
+
+    @property
     def times(self) -> bool:
         """Whether it has to be told how long an update takes."""
         return self._phase in ("ranging", "timing")
@@ -104,6 +113,13 @@ class Search:
     def rehearsed(self, size: int, peak: int) -> None:
         """Hears what a rehearsal of a size took."""
         self._peaks[size] = Peak(self._extent, peak)
+
+    def only_fits(self) -> None:
+        """Looks no more for the fastest size, but for one that fits."""
+        self.looks = False
+        if self.times:
+            self._start("settled")
+            self.size = max(self._allowed())
 
     def largest(self) -> int:
         """The largest size that fits, as far as is known."""

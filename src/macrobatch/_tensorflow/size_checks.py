@@ -20,11 +20,23 @@ def exhausted(message: str) -> Exception:
     return error
 
 
-def not_with(what: str) -> ValueError:
-    """What to say where sizes cannot be looked for."""
+def not_compiled(unit: str) -> ValueError:
+    """What to say where a compiler needs to know sizes."""
     return ValueError(
-        f'micro_batch_size="auto" does not go with {what}. Expected: a number, '
-        "micro_batch_size=8 for instance."
+        f'{unit}="auto" does not go with jit_compile=True, where sizes are constants. Expected: a '
+        f"number, {unit}=8 for instance. To find one, call macrobatch.value_and_gradients for some "
+        f"batches outside of a tf.function: the log says {unit}=..., once it is found."
+    )
+
+
+def not_in_strategy(unit: str, several_workers: bool) -> ValueError:
+    """What to say where replicas could not agree on a size."""
+    where, way_out = "strategy.run outside of a tf.function", "put strategy.run into a tf.function"
+    if several_workers:
+        where, way_out = "several workers", "use macrobatch.accumulate, whose workers agree"
+    return ValueError(
+        f'{unit}="auto" does not go with {where}. Expected: a number, {unit}=8 for instance. '
+        f"Or {way_out}."
     )
 
 
