@@ -19,6 +19,7 @@ The rooms, in the order of the data flow. A room imports only from those above i
     _backends                    the backends of Keras, and the room of each: the one table
     _batches                     batch -> micro-batches, in order or by length
     _keras                       model, loss and metrics of a micro-batch, from values to values
+    _shown                       what a long run shows, on a terminal and in TensorBoard
     _jax, _torch                 the engines and the way into fit() on JAX and on torch
     _tensorflow                  the engine: graph, sums, the loop, replicas, the update
     _noise                       the gradient noise scale: what is measured of an update

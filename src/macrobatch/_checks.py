@@ -89,7 +89,9 @@ def _library_folders() -> Tuple[str, ...]:
     names = ("macrobatch", "keras", "tensorflow", "jax", "torch", "contextlib", "threading")
     modules = [sys.modules[name] for name in names if name in sys.modules]
     files = [getattr(module, "__file__", None) for module in modules]  # None: made in memory
-    return tuple(os.path.dirname(f) + os.sep if f.endswith("__init__.py") else f for f in files if f)
+    return tuple(
+        os.path.dirname(f) + os.sep if f.endswith("__init__.py") else f for f in files if f
+    )
 
 
 _warned: "weakref.WeakKeyDictionary[Any, Set[str]]" = weakref.WeakKeyDictionary()

@@ -9,7 +9,7 @@ from macrobatch._fit.attempts import Attempt, OneByOne, nested
 from macrobatch._fit.auto import Auto
 from macrobatch._fit.finite import Finite
 from macrobatch._fit.steps import Steps
-from macrobatch._tensorflow import graph, replicas
+from macrobatch._tensorflow import graph, progress, replicas
 
 
 class Functions(Steps):
@@ -45,7 +45,8 @@ class Functions(Steps):
             turn = self.noise.taking(steps, is_timed) if training else contextlib.nullcontext()
             with turn, graph.refusals_as_value_errors():
                 try:
-                    return made(self._shared_out(iterator))
+                    with progress.reported(self.progress if training else None):
+                        return made(self._shared_out(iterator))
                 except tf.errors.InvalidArgumentError as error:
                     explained = self.padding.diagnosed(error)
                     if explained is error:
