@@ -26,6 +26,8 @@ PHONY_DOCS = pictures docs docs-serve test-docs test-install
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+# Material for MkDocs tells of its successor in each build.
+export NO_MKDOCS_2_WARNING ?= 1
 
 # $(call find-python,oldest,newest): the first Python between these minor versions of Python 3 that runs and can make
 # environments. Each candidate is run: a name on the PATH may be a shim without an interpreter behind it.

@@ -6,6 +6,8 @@ from macrobatch import _checks, _internals
 from macrobatch._batches.cut import Cut
 from macrobatch._keras import model_checks
 from macrobatch._keras.report import overrides
+from macrobatch._shown import fit as shown
+from macrobatch._shown.line import HERE, Line
 from macrobatch._torch import checks
 from macrobatch._torch.compiled import left_to_steps
 from macrobatch._torch.meeting import Meeting
@@ -21,6 +23,7 @@ class Accumulation:
         model, cut, micro_batch_weight: what the user gave.
         steps: the train step and the test step.
         meeting: the trial whether examples meet.
+        line: shows updates that take long.
     """
 
     def __init__(
@@ -39,12 +42,14 @@ class Accumulation:
         kind = WholeBatchSteps if whole_batch_loss else Steps
         self.steps = kind(model, cut, micro_batch_weight)
         self.meeting = Meeting(model, cut, not whole_batch_loss, self.steps.modules)
+        self.line = Line(HERE.read)
         self._looks = False  # whether the size of the first batch of a fit is to be looked at
         self._replaced: Dict[str, Any] = {}
 
     def install(self) -> None:
         """Replaces the methods of the model that make and run its steps."""
         methods = {
+            "fit": self.fit,
             "train_step": self.train_step,
             "make_train_function": self.make_train_function,
             "make_test_function": self.make_test_function,
@@ -77,10 +82,17 @@ class Accumulation:
         if tests:
             model.make_test_function()
 
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """As Keras', with what is shown of it."""
+        call = shown.call_of(self.model, args, kwargs)
+        with shown.shown(shown.arguments_of(call), self.model, self.line, self.cut.size):
+            return type(self.model).fit(*call.args, **call.kwargs)
+
     def train_step(self, data: Any) -> Logs:
         """As Keras', on micro-batches."""
         steps = self.steps
-        logs = steps.train_step(data)
+        with self.line.update():
+            logs = steps.train_step(data)
         self.meeting.try_once(steps.batch_of(data), self.micro_batch_weight)
         if self._looks:
             self._looks = False
