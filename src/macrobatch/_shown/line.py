@@ -20,13 +20,13 @@ class Place(NamedTuple):
 
     Attributes:
         done: micro-batches that are done.
-        count: micro-batches of the batch; 0 outside of the loop over them.
+        total: micro-batches of the batch; 0 outside of the loop over them.
         number: in which loop over the micro-batches this is, from 1 on.
         loops: how many loops there are: two for a loss of the whole batch.
     """
 
     done: int
-    count: int
+    total: int
     number: int = 1
     loops: int = 1
 
@@ -38,7 +38,7 @@ class Place(NamedTuple):
     @property
     def fraction(self) -> float:
         """The part of the update that is done."""
-        return (self.number - 1 + self.done / self.count) / self.loops
+        return (self.number - 1 + self.done / self.total) / self.loops
 
 
 class Here:
@@ -68,7 +68,7 @@ def can_show(stream: Any = None) -> bool:
 
 def text(place: Place, seconds: float) -> str:
     """What is shown of an update that needs so many seconds more; nan if that is not known."""
-    shown = f" - micro-batch {min(place.done + 1, place.count)}/{place.count}"
+    shown = f" - micro-batch {min(place.done + 1, place.total)}/{place.total}"
     if place.loops > 1:
         shown += f", pass {place.number} of {place.loops}"
     return shown if math.isnan(seconds) else f"{shown}, {_duration(seconds)} left"
@@ -93,12 +93,12 @@ class Clock:
         """The seconds that an update needs, if it goes on as it did; nan if that is not known."""
         # Of several updates in one execution, this may be the next one. The first update of all is
         # traced before its loop begins.
-        if not place.count or place.order < self._latest.order:
+        if not place.total or place.order < self._latest.order:
             self._started = self._changed = now
         elif place.order > self._latest.order:
             self._changed = now
         self._latest = place
-        if not place.count or not place.fraction:
+        if not place.total or not place.fraction:
             return math.nan
         # A micro-batch takes its time: meanwhile nothing is learned, and time passes.
         whole = (self._changed - self._started) / place.fraction
@@ -158,7 +158,7 @@ class Line:
             if began:
                 place = self._read()
                 left = clock.left(place, now)
-                if place.count > 1 and now - began[0] >= self._after:
+                if place.total > 1 and now - began[0] >= self._after:
                     self._show(began, text(place, left))
 
     def _show(self, began: Any, shown: str) -> None:
