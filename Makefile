@@ -6,6 +6,7 @@
 # make mutants         break the package in many ways, one at a time, and see whether a test notices (under half an hour)
 # make test-oldest     the tests with the oldest supported TensorFlow and Keras (.ci/oldest.txt)
 # make test-backends   the equivalence cases, and more, with Keras on JAX and on torch, without TensorFlow (.ci/backends.txt)
+# make test-hub        a model of KerasHub with LoRA: the script and the notebook (keras-hub brings tensorflow-text, and that TensorFlow)
 # make test-tf1        GradientAccumulator's tests with TensorFlow 1.14 (.ci/tf1.txt), from the built wheel; needs Python 3.7
 # make bench           the first step, and the time and memory of an update, against their targets, on each backend (over an hour)
 # make bench-peers     the same with gradient-accumulator and PyTorch, in environments of their own (ten minutes more)
@@ -20,11 +21,13 @@
 # Each target makes the environment that it needs from a Python found here. To choose one: make test PYTHON=/path/to/python
 
 PHONY_DOCS = pictures docs docs-serve test-docs test-install
-.PHONY: $(PHONY_DOCS) demo test check pytest test-all test-oldest test-backends test-jax test-torch test-tf1 pytest-tf1 mutants bench bench-peers bench-replicas clean
+.PHONY: $(PHONY_DOCS) demo test check pytest test-all test-oldest test-backends test-jax test-torch test-hub test-tf1 pytest-tf1 mutants bench bench-peers bench-replicas clean
 .DEFAULT_GOAL := test
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+# Material for MkDocs tells of its successor in each build.
+export NO_MKDOCS_2_WARNING ?= 1
 
 # $(call find-python,oldest,newest): the first Python between these minor versions of Python 3 that runs and can make
 # environments. Each candidate is run: a name on the PATH may be a shim without an interpreter behind it.
@@ -85,6 +88,9 @@ test-backends: test-jax test-torch
 # Without tests/conftest.py, which is for TensorFlow.
 test-jax test-torch: test-%: .venv-%/test-installed
 	KERAS_BACKEND=$* .venv-$*/bin/python $(PYTEST) --confcutdir tests/backends tests/backends
+
+test-hub: .venv-hub/installed
+	.venv-hub/bin/python -m pytest -m "" -k lora tests/processes/test_run.py tests/processes/test_notebooks.py
 
 mutants: .venv/dev-installed
 	.venv/bin/python tests/mutants
@@ -181,11 +187,20 @@ test-install: .venv/dev-installed
 	.venv-torch/bin/python -m pip install --quiet --constraint .ci/backends.txt --editable '.[torch,$*]'
 	@touch $@
 
+.venv-hub/made:
+	$(call make-env,.venv-hub,$(PYTHON))
+
+# Without an extra for TensorFlow: keras-hub brings tensorflow-text, and that needs the plain package.
+.venv-hub/installed: pyproject.toml | .venv-hub/made
+	@echo "Installing .[test] and keras-hub into .venv-hub; TensorFlow is a large download"
+	.venv-hub/bin/python -m pip install --quiet --editable '.[test]' keras-hub
+	@touch $@
+
 .venv-tf1/installed: .venv-tf1/made
 	@echo "Installing .ci/tf1.txt into .venv-tf1; TensorFlow is a large download"
 	.venv-tf1/bin/python -m pip install --quiet --requirement .ci/tf1.txt
 	@touch $@
 
 clean:
-	rm -rf .venv .venv-docs .venv-jax .venv-oldest .venv-tf1 .venv-peers .venv-peers-jax .venv-peers-torch .venv-torch .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo.png contrastive.png retrieval.png
+	rm -rf .venv .venv-docs .venv-hub .venv-jax .venv-oldest .venv-tf1 .venv-peers .venv-peers-jax .venv-peers-torch .venv-torch .hypothesis .mypy_cache .pytest_cache .ruff_cache build dist demo.png contrastive.png retrieval.png
 	find src tests examples benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -21,6 +21,7 @@ The rooms, in the order of the data flow. A room imports only from those above i
     _keras                       model, loss and metrics of a micro-batch, from values to values
     _sizes                       sizes that are found: limits, peaks, the search, files
     _found_sizes                 what JAX and torch share of them
+    _shown                       what a long run shows, on a terminal and in TensorBoard
     _tensorflow                  the engine: graph, sums, the loop, replicas, the update
     _noise                       the gradient noise scale: what is measured of an update
     _jax, _torch                 the engines and the way into fit() on JAX and on torch

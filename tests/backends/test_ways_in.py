@@ -10,6 +10,7 @@ from support import BACKEND
 
 import macrobatch
 from macrobatch._accumulate import settings_of
+from macrobatch._run.hook import Hook
 
 
 def test_tensorflow_is_not_needed():
@@ -58,3 +59,17 @@ def test_a_backend_that_is_not_installed(monkeypatch):
     assert ran.returncode
     assert "which is not installed" in ran.stderr
     assert "macrobatch[jax]" in ran.stderr
+
+
+def test_a_script_that_knows_nothing_of_it():
+    hook = Hook({"micro_batch_size": 3})
+    hook.install()
+    try:
+        model = dense()
+        model.compile("sgd", "mse")
+        model.fit(X, Y, batch_size=8, verbose=0)
+    finally:
+        hook.uninstall()
+    assert settings_of(model) == {"micro_batch_size": 3}
+    assert hook.fits.summary().startswith("1 accumulated model")
+    assert not [name for name in sys.modules if name.split(".")[0] == "tensorflow"]

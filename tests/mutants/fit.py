@@ -95,8 +95,8 @@ MUTANTS = [
     Mutant(
         "fit: loss weights left out of the gradients",
         MODEL,
-        "ops.cast(term.numerator * term.weight, dtype)",
-        "ops.cast(term.numerator, dtype)",
+        "term.numerator if is_plain else term.numerator * term.weight",
+        "term.numerator",
         (LOSSES + "[outputs-dict-graph]",),
     ),
     Mutant(

@@ -136,8 +136,8 @@ MUTANTS = [
     Mutant(
         "sizes: sizes that grow are taken for the largest at once",
         AUTO,
-        "        if not self._steps.guard.looks and not grows:\n",
-        "        if not self._steps.guard.looks:\n",
+        "        if engine.is_typical() and not grows:\n",
+        "        if engine.is_typical():\n",
         (OWN_TESTS + "sizes_grow_where_memory_is_watched",),
     ),
     Mutant(

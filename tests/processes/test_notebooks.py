@@ -9,7 +9,7 @@ import pytest
 
 FOLDER = pathlib.Path(__file__).parent.parent.parent / "notebooks"
 NEEDS_HUB = pytest.mark.skipif(
-    importlib.util.find_spec("keras_hub") is None, reason="needs keras-hub"
+    importlib.util.find_spec("keras_hub") is None, reason="needs keras-hub: make test-hub"
 )
 
 

@@ -11,7 +11,7 @@ from macrobatch._fit.finite import Finite
 from macrobatch._fit.steps import Steps
 from macrobatch._noise.meter import Meter
 from macrobatch._own_steps.early import Undo
-from macrobatch._tensorflow import graph, replicas
+from macrobatch._tensorflow import graph, progress, replicas
 
 
 class Functions(Steps):
@@ -51,7 +51,8 @@ class Functions(Steps):
             turn = self.noise.taking(steps, is_timed) if training else contextlib.nullcontext()
             with turn, graph.refusals_as_value_errors():
                 try:
-                    return made(self._shared_out(iterator))
+                    with progress.reported(self.progress if training else None):
+                        return made(self._shared_out(iterator))
                 except tf.errors.InvalidArgumentError as error:
                     explained = self.padding.diagnosed(error)
                     if explained is error:

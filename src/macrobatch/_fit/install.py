@@ -1,7 +1,6 @@
 """How the steps get into a Keras model, and what goes with them in fit()."""
 
 import contextlib
-import inspect
 from typing import Any, Callable, Dict, Iterator, Optional
 
 import keras
@@ -12,7 +11,7 @@ from macrobatch._batches.cut import Cut
 from macrobatch._fit import build, own, predict
 from macrobatch._fit.auto import Auto
 from macrobatch._fit.finite import Finite
-from macrobatch._fit.functions import Functions
+from macrobatch._fit.fitting import Fitting
 from macrobatch._fit.meeting import Meeting
 from macrobatch._fit.ran import Ran
 from macrobatch._keras import model as models
@@ -26,10 +25,9 @@ from macrobatch._tensorflow import graph, replicas
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._types import Batch
 from macrobatch._workers import callbacks
-from macrobatch._workers import checks as worker_checks
 
 
-class Accumulation(Functions):
+class Accumulation(Fitting):
     """What Keras calls of one model. It is set on the instance, so that its class stays as it is.
 
     Attributes, beside those of the steps:
@@ -87,8 +85,7 @@ class Accumulation(Functions):
         if not overrides(self.model, "predict_step"):
             methods["predict_step"] = self.predict_step
             methods["make_predict_function"] = self.make_predict_function
-        if self._has_workers() or self.auto is not None:
-            methods["fit"] = self.fit
+        methods["fit"] = self.fit
         if self.guard.is_wanted:
             methods["reset_metrics"] = self.reset_metrics
         for name, method in methods.items():
@@ -134,6 +131,7 @@ class Accumulation(Functions):
     def own_train_step(self, data: Any) -> Any:
         """The model's own, on gradients of the whole batch."""
         step = self._own["train_step"]
+        self.first_loop()
         logs = step(data)
         self.shows_size = step.shows_size
         self._remember(step.examples)
@@ -152,22 +150,6 @@ class Accumulation(Functions):
             return type(self.model).predict_step(self.model, data)
         return predict.predictions(self.model, self.cut, data)
 
-    def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """As Keras', on one of the workers of a cluster, or with sizes that are looked for."""
-        fit = type(self.model).fit
-        call = inspect.signature(fit).bind(self.model, *args, **kwargs)
-        call.apply_defaults()
-        own = call.arguments["callbacks"]
-        if replicas.has_several_workers(self.strategy):
-            worker_checks.shuffles_alike(call.arguments["x"], call.arguments["shuffle"])
-        if self._has_workers():
-            own = callbacks.callbacks_of(self.strategy, own)
-        if self.auto is not None:
-            own = self.auto.callbacks(own)
-            self.model.predict_function = None  # It may know no size, or another one.
-        call.arguments["callbacks"] = own
-        return fit(*call.args, **call.kwargs)
-
     def count(self) -> Ran:
         """Counts batches and micro-batches from the next fit on."""
         self.ran.start()
@@ -177,9 +159,6 @@ class Accumulation(Functions):
     def has_written(self) -> bool:
         """Whether a batch has been trained with since the latest fit began."""
         return int(replicas.read(self.first_batch)) > 0
-
-    def _has_workers(self) -> bool:
-        return isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy)
 
     def reset_metrics(self) -> None:
         """As Keras', which calls it at the start of an epoch."""
@@ -245,6 +224,7 @@ class Accumulation(Functions):
         self._build_optimizer()
         if self.model.train_function is None or force:
             self.is_new = True  # It may have been compiled with another loss.
+            self.show_progress()
             self._look_at_own_step()
             self.padding.done[True].assign(0)
             self.meeting.start()
@@ -293,7 +273,8 @@ class Accumulation(Functions):
 
     def _looking_at_first_batch(self, function: Callable[..., Any]) -> Callable[..., Any]:
         def train_function(iterator: Any) -> Any:
-            logs = function(iterator)
+            with self.line.update():
+                logs = function(iterator)
             self.meets = self.meeting.try_once(self.micro_batch_weight) or self.meets
             if self.looks:
                 self.looks = False

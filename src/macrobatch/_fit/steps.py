@@ -20,7 +20,7 @@ from macrobatch._keras import checks as keras_checks
 from macrobatch._keras import model as models
 from macrobatch._keras import model_checks, probes, report
 from macrobatch._keras.model import ModelStep
-from macrobatch._tensorflow import graph, replicas, sums, update
+from macrobatch._tensorflow import graph, progress, replicas, sums, update
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.loop import Loop
 from macrobatch._tensorflow.parts import after, gradients_of, nothing_like
@@ -44,6 +44,7 @@ class Steps:
         own_code: what tells a train step of the model's own from others.
         noise: measures the gradient noise scale, if asked for.
         ran: how many batches and micro-batches there were, if they are counted.
+        progress: where loops of train steps say how far they are, if anybody can see it.
     """
 
     def __init__(
@@ -75,6 +76,7 @@ class Steps:
         self._latest: Dict[Any, Tuple[Part, ModelStep]] = {}
         self.noise = Turns()
         self.ran = Ran(self.strategy)
+        self.progress: Optional[progress.Progress] = None
 
     def train_step(self, data: Any) -> Logs:
         """Makes the update that the whole batch would have made; a replica has a part of it."""
@@ -175,6 +177,7 @@ class Steps:
         _optimizer_checks.optimizer(model.optimizer)
         if training:
             self.guard.start(model.optimizer)
+            self.first_loop()
         model_checks.splittable_layers(_internals.layers_of(model))
         model_checks.no_overwriting_variables(model.trainable_weights)
         batch = graph.to_tensors(keras.utils.unpack_x_y_sample_weight(data))
@@ -190,6 +193,11 @@ class Steps:
         if training and not self.is_rehearsal:
             self.ran.add(sum(run.count for run in micro_batches.runs))
         return micro_batches, Whole(examples_of_all, guesses=[])
+
+    def first_loop(self) -> None:
+        """Says that the next loop over micro-batches is the first one of a step."""
+        if self.progress is not None:
+            self.progress.restart()
 
     def build(self, batch: Batch) -> None:
         """Makes what the model lacks, once for what is compiled."""

@@ -147,7 +147,7 @@ class BatchStep:
 
         # Or two micro-batches would be in memory.
         with parts.after([gradient for gradient in ready if gradient is not None]):
-            part = Loop(step, rest, values).run([])
+            part = Loop(step, rest, values).run([], before=1)
         if is_last:
             self._others = part
             for variable, value in zip(written.variables, part.written[1:]):

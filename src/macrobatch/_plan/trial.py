@@ -61,7 +61,8 @@ class Trial:
         self.seconds: List[float] = []
         self._model, _ = twin(model, as_it_trains=True)
         if size is not None:
-            accumulate(self._model, **{unit.name: size * unit.of_example}, **settings)
+            given: Dict[str, Any] = {unit.name: size * unit.of_example, **settings}
+            accumulate(self._model, **given)
         x, y, sample_weight = batch
         data = _internals.data_of_fit(x, y=y, sample_weight=sample_weight, batch_size=examples)
         self._data = data.get_tf_dataset().repeat()

@@ -8,16 +8,13 @@ import types
 import weakref
 from typing import Any, Callable, Dict, List
 
+import keras
+
 import macrobatch
-from macrobatch import _checks, _internals
-from macrobatch._accumulate import accumulate, release
-from macrobatch._fit import install
-from macrobatch._fit.ran import Ran
+from macrobatch import _backends, _checks, _internals
+from macrobatch._accumulate import accumulate, accumulation_of, release
 from macrobatch._keras import model_checks
-from macrobatch._no_trace import data
 from macrobatch._sizes import limit, peaks
-from macrobatch._tensorflow import device_memory
-from macrobatch._verify.verify import verify
 
 _PACKAGE = os.path.dirname(os.path.abspath(macrobatch.__file__)) + os.sep
 
@@ -29,7 +26,8 @@ class Fits:
         self._settings = {k: v for k, v in settings.items() if k != "verify"}
         self._verify = settings.get("verify")
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._ran: List[Ran] = []
+        self._models = 0  # that are accumulated
+        self._ran: List[Any] = []  # counts, on backends that have them
         self._is_verifying = False
 
     def fit(self, plain: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -45,7 +43,7 @@ class Fits:
         if model in self._seen or self._is_verifying:
             return plain(model, *args, **kwargs)
         self._seen.add(model)
-        is_own = install.accumulation_of(model) is not None
+        is_own = accumulation_of(model) is not None
         if not is_own:
             try:
                 model_checks.splittable_layers(_internals.layers_of(model))
@@ -59,12 +57,13 @@ class Fits:
         self._count(model)
         if is_own:
             return plain(model, *args, **kwargs)
+        before = _updates(model)
         try:
             # An accumulated model has a `fit` of its own, with what goes with sizes and workers.
             fit = vars(model).get("fit")
             return plain(model, *args, **kwargs) if fit is None else fit(*args, **kwargs)
         except ValueError as error:
-            if not _is_refusal(error) or self._trained(model) or _runs_out(args, kwargs):
+            if not _is_refusal(error) or self._trained(model, before) or _runs_out(args, kwargs):
                 raise
             release(model)
             _say_plain(model, error)
@@ -75,22 +74,28 @@ class Fits:
         found = [ran.totals() for ran in self._ran]
         totals = [sum(each[i] for each in found) for i in range(2)]
         parts = [f"{totals[0]} batches", f"{totals[1]} micro-batches"]
-        if not totals[0]:
+        if self._models > len(self._ran):
+            parts = [f"{self._models} accumulated model" + "s" * (self._models > 1)]
+        elif not totals[0]:
             parts = ["no batch was accumulated"]
         return ", ".join([*parts, *_peak()])
 
     def _count(self, model: Any) -> None:
-        accumulation = install.accumulation_of(model)
-        assert accumulation is not None
-        self._ran.append(accumulation.count())
+        self._models += 1
+        accumulation = accumulation_of(model)
+        if hasattr(accumulation, "count"):
+            self._ran.append(accumulation.count())
 
-    def _trained(self, model: Any) -> bool:
+    def _trained(self, model: Any, before: int) -> bool:
         """Whether the model has been trained with any batch, so that it is not as it was."""
-        accumulation = install.accumulation_of(model)
-        return accumulation is None or accumulation.has_written()
+        accumulation = accumulation_of(model)
+        if hasattr(accumulation, "has_written"):
+            return bool(accumulation.has_written())
+        return accumulation is None or _updates(model) > before
 
     def _verified(self, plain: Any, model: Any, args: Any, kwargs: Any) -> Any:
         """The arguments of a fit, once its first batch has been looked at."""
+        verify = macrobatch.verify  # or what says that this backend has none
         call = inspect.signature(plain).bind(model, *args, **kwargs)
         call.apply_defaults()
         given = call.arguments
@@ -99,6 +104,8 @@ class Fits:
             given["x"] = _again(first, given["x"])
             batch: Any = (first,) if not isinstance(first, tuple) else first
         else:
+            from macrobatch._no_trace import data
+
             batch = data.first_batch(
                 given["x"],
                 given["y"],
@@ -116,6 +123,11 @@ class Fits:
         if report.exact is False and self._verify == "stop":
             raise SystemExit(1)
         return call.args[1:], call.kwargs
+
+
+def _updates(model: Any) -> int:
+    """How many updates a model's optimizer has made."""
+    return 0 if model.optimizer is None else int(model.optimizer.iterations)
 
 
 def _again(first: Any, rest: Any) -> Any:
@@ -148,8 +160,11 @@ def _say_plain(model: Any, error: ValueError) -> None:
 def _peak() -> List[str]:
     """The most memory that was in use, where it is known."""
     try:
-        if device_memory.gpus():
-            return [f"peak memory of the GPU {limit.shown(device_memory.GpuCounter().read())}"]
+        if keras.backend.backend() == _backends.TENSORFLOW:
+            from macrobatch._tensorflow import device_memory
+
+            if device_memory.gpus():
+                return [f"peak memory of the GPU {limit.shown(device_memory.GpuCounter().read())}"]
         return [f"peak memory {limit.shown(peaks.highest_ever())}"]
     except ValueError:  # Windows
         return []

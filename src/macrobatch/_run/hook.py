@@ -68,7 +68,7 @@ class Hook:
         @functools.wraps(plain)
         def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
             if self.fits is None:
-                # Here TensorFlow is there.
+                # Here Keras and its backend are there.
                 from macrobatch._run.fits import Fits
 
                 self.fits = Fits(self.settings)

@@ -17,7 +17,7 @@ from typing import Any, Callable, List, Optional, Sequence, Set
 
 import tensorflow as tf
 
-from macrobatch._tensorflow import checks, folds, graph, leaves, parts, replicas, sums
+from macrobatch._tensorflow import checks, folds, graph, leaves, parts, progress, replicas, sums
 from macrobatch._tensorflow.trace import Traced
 from macrobatch._types import Batch, How, MicroBatches, Part, Run, Step, Tensor
 
@@ -60,6 +60,7 @@ class Loop:
         self._read, self._fits = values, fits
         self.values = values()
         self._aux: Any = ()
+        self._before = 0
         self._without_dropout: Optional[Traced] = None
         if not tf.executing_eagerly():
             self._traced = self._trace()
@@ -95,14 +96,21 @@ class Loop:
         """Whether there is no micro-batch here, which only a replica in eager mode can know."""
         return tf.executing_eagerly() and not any(r.count for r in self.micro_batches.runs)
 
-    def run(self, counts: Optional[Sequence[Tensor]] = None, synchronized: Any = ()) -> Part:
+    def run(
+        self,
+        counts: Optional[Sequence[Tensor]] = None,
+        synchronized: Any = (),
+        before: int = 0,
+    ) -> Part:
         """The part of the whole batch.
 
         Args:
             counts: the counts of the whole batch, over all replicas, if they are known.
             synchronized: the names of layers in which replicas meet. In a loop of a graph they
                 cannot, so the loop is unrolled.
+            before: how many micro-batches of the batch come before those of this loop.
         """
+        self._before = before
         vector = None
         if counts is not None:
             doubles = [tf.cast(count, tf.float64) for count in counts]
@@ -111,7 +119,7 @@ class Loop:
             self._check_replicas(synchronized)
             return self._run_one_by_one(vector)
         if not tf.executing_eagerly():
-            return self._run_in_graph(self._call, self.like, vector)
+            return self._run_in_graph(self._call, self.like, vector, progress.current())
         if self.is_empty():  # Only a trace can tell what is summed.
             return tf.function(self._run_traced, autograph=False)()
         return self._run_one_by_one(vector)
@@ -180,8 +188,13 @@ class Loop:
         total: Optional[Part] = None
         collected: List[Any] = []
         lengths: List[Any] = []
+        told = progress.current()
+        if told is not None:
+            told.begin(self._before + sum(run.count for run in micro_batches.runs))
         for run in micro_batches.runs:
             for index in range(int(run.count)):
+                if told is not None:
+                    told.at(self._before, len(lengths))
                 # In a graph they could be in memory side by side.
                 with parts.after(() if total is None else (total.sums, values)):
                     micro_batch = micro_batches.get(run, index)
@@ -193,6 +206,8 @@ class Loop:
                 collected.append(part.aux)
                 lengths.append(micro_batches.length_of(micro_batch))
         assert total is not None
+        if told is not None:
+            told.end(total.sums)
         probe = micro_batches.probe(lengths) if tf.nest.flatten(collected) else None
         if probe is not None:
             collected.append(self._step(probe, values, counts, How()).aux)
@@ -205,7 +220,11 @@ class Loop:
         return total._replace(aux=micro_batches.restored(aux))
 
     def _run_in_graph(
-        self, call: Callable[..., Part], like: Part, counts: Optional[Tensor]
+        self,
+        call: Callable[..., Part],
+        like: Part,
+        counts: Optional[Tensor],
+        told: Optional[progress.Progress] = None,
     ) -> Part:
         micro_batches, runs = self.micro_batches, self.micro_batches.runs
         count = sum(run.count for run in runs)
@@ -234,6 +253,8 @@ class Loop:
             everything = folds.All(run, pieces)
 
             def body(index: Any, state: List[Any], kept: Any) -> Any:
+                if told is not None:
+                    told.at(self._before + done, index)
                 items, aux = part_of(micro_batches.get(run, index), state)
                 pairs = zip(all_folds, state, items)
                 state = [fold.push(so_far, item, done + index) for fold, so_far, item in pairs]
@@ -256,12 +277,16 @@ class Loop:
             )
             return state, everything.finish(kept)
 
+        if told is not None:
+            told.begin(self._before + count)
         done: Any = 0
         state, collected = [fold.start for fold in all_folds], []
         for run in runs:
             state, kept = run_all(run, done, state)
             collected.append(kept)
             done += run.count
+        if told is not None:
+            told.end(state)
         results = [fold.finish(each) for fold, each in zip(all_folds, state)]
         return parts.rebuilt(like, results)._replace(aux=self._joined(like, collected))
 

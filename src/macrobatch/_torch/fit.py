@@ -10,6 +10,8 @@ from macrobatch._keras.report import overrides
 from macrobatch._keras.tried import Tried
 from macrobatch._noise import checks as noise_checks
 from macrobatch._noise.host import HostMeter
+from macrobatch._shown import fit as shown
+from macrobatch._shown.line import HERE, Line
 from macrobatch._torch import checks
 from macrobatch._torch.auto import Auto
 from macrobatch._torch.compiled import left_to_steps
@@ -30,6 +32,7 @@ class Accumulation:
         meeting: the trial whether examples meet.
         auto: what finds the size of micro-batches, if asked for.
         finite: runs batches without examples that are not finite, if asked for.
+        line: shows updates that take long.
     """
 
     def __init__(
@@ -58,12 +61,14 @@ class Accumulation:
             self._on_trial_again,
         )
         self._had_tried = False  # whether padding had been tried before the current batch
+        self.line = Line(HERE.read)
         self._looks = False  # whether the size of the first batch of a fit is to be looked at
         self._replaced: Dict[str, Any] = {}
 
     def install(self) -> None:
         """Replaces the methods of the model that make and run its steps."""
         methods = {
+            "fit": self.fit,
             "train_step": self.train_step,
             "make_train_function": self.make_train_function,
             "make_test_function": self.make_test_function,
@@ -72,8 +77,6 @@ class Accumulation:
             methods["test_step"] = self.test_step
         if self.steps.guard.is_wanted:
             methods["reset_metrics"] = self.reset_metrics
-        if self.steps.guard.is_wanted or self.auto is not None:
-            methods["fit"] = self.fit
         for name, method in methods.items():
             if name in vars(self.model):
                 self._replaced[name] = vars(self.model)[name]
@@ -115,12 +118,13 @@ class Accumulation:
         """As Keras', on micro-batches."""
         steps, batch = self.steps, self.steps.batch_of(data)
         step = steps.train_step if self.auto is None else self.auto.train_step
-        if steps.guard.is_wanted:
-            self._had_tried = steps.padding.done[True]
-            logs = self.finite.train_step(step, batch)
-            trained_on = self.finite.latest
-        else:
-            logs, trained_on = step(batch), batch
+        with self.line.update():
+            if steps.guard.is_wanted:
+                self._had_tried = steps.padding.done[True]
+                logs = self.finite.train_step(step, batch)
+                trained_on = self.finite.latest
+            else:
+                logs, trained_on = step(batch), batch
         if trained_on is not None and self.meeting.is_due:
             self.meeting.try_once(trained_on, self.micro_batch_weight)
         if self._looks:
@@ -134,11 +138,13 @@ class Accumulation:
         self.steps.padding.done[True] = self._had_tried
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """As Keras', with warnings of its own, and with sizes that are looked for."""
+        """As Keras', with what is shown of it, and with sizes that are looked for."""
         self.finite.start()
-        if self.auto is not None:
-            return self.auto.fit(*args, **kwargs)
-        return type(self.model).fit(self.model, *args, **kwargs)
+        call = shown.call_of(self.model, args, kwargs)
+        with shown.shown(shown.arguments_of(call), self.model, self.line, self.cut.size):
+            if self.auto is not None:
+                return self.auto.fit(*call.args[1:], **call.kwargs)
+            return type(self.model).fit(*call.args, **call.kwargs)
 
     def reset_metrics(self) -> None:
         """As Keras', which calls it at the start of an epoch."""

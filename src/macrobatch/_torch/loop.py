@@ -17,6 +17,7 @@ from typing import Any, Callable, Iterator, List, Optional, Tuple
 import torch
 from keras import tree
 
+from macrobatch._shown.line import HERE
 from macrobatch._torch.engine import on_device
 from macrobatch._types import Batch, MicroBatches, Part, Run, Tensor
 
@@ -25,10 +26,14 @@ Step = Callable[[Batch, List[Tensor]], Part]
 
 
 def places(micro_batches: MicroBatches) -> Iterator[Tuple[Run, int]]:
-    """The runs of micro-batches, and the places of the micro-batches in them."""
+    """The runs of micro-batches, and the places of the micro-batches in them. Says where it is."""
+    done, count = 0, sum(int(run.count) for run in micro_batches.runs)
     for run in micro_batches.runs:
         for index in range(int(run.count)):
+            HERE.at(done, count)
             yield run, index
+            done += 1
+    HERE.at(0, 0)
 
 
 def run(
