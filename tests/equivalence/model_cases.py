@@ -31,13 +31,16 @@ CASES = {}
 # Sizes: batches of 8 in micro-batches of 1, and of 7 or of all but one example
 
 for examples in (16, 17, 5):
-    others = {17: "eager compiled", 5: "replicas"}.get(examples)
     x, y = data(examples, 4), data(examples, 2, seed=1)
     CASES[f"{examples}-examples-one-by-one"] = case(
-        dense, x, y, micro_batch_size=1, quick=f"graph {others}"
+        dense, x, y, micro_batch_size=1, quick="graph replicas" if examples == 5 else "graph"
     )
     CASES[f"{examples}-examples-seven"] = case(
-        dense, x, y, micro_batch_size=min(7, examples - 1), quick="graph"
+        dense,
+        x,
+        y,
+        micro_batch_size=min(7, examples - 1),
+        quick="graph eager compiled" if examples == 17 else "graph",
     )
 
 # Optimizers. One sees a gradient, whatever the mode: five are fitted in graphs, all in eager mode.

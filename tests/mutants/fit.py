@@ -9,6 +9,7 @@ TERMS, MOMENTS = "rooms/test_terms.py::", "rooms/test_moments.py::"
 LOSS, REPORT, STEPS = "_keras/losses.py", "_keras/report.py", "_fit/steps.py"
 INSTALL = "_fit/install.py"
 LOOP, SUMS, MODEL = "_tensorflow/loop.py", "_tensorflow/sums.py", "_keras/model.py"
+PARTS = "_tensorflow/parts.py"
 
 MUTANTS = [
     Mutant(
@@ -108,7 +109,7 @@ MUTANTS = [
     ),
     Mutant(
         "fit: counts guessed in eager mode, and not mended",
-        STEPS,
+        PARTS,
         "own = [sums.scaled(gradient, factor) for gradient in own]",
         "own = [sums.scaled(gradient, 1.0) for gradient in own]",
         (LOSSES + "[mask-mean_with_sample_weight-weights-of-tokens-eager]",),
@@ -257,8 +258,8 @@ MUTANTS = [
     Mutant(
         "fit: a second trace for the loop",
         LOOP,
-        "return self._run_in_graph(self._call, self.like, vector)",
-        "return self._run_in_graph(self._trace(), self.like, vector)",
+        "return self._run_in_graph(self._call, self.like, vector, progress.current())",
+        "return self._run_in_graph(self._trace(), self.like, vector, progress.current())",
         (LOOP_TESTS + "test_the_step_is_traced_once",),
     ),
     Mutant(

@@ -8,7 +8,7 @@ MUTANTS = [
     Mutant(
         "run: what the script sets loses",
         "_run/fits.py",
-        "is_own = install.accumulation_of(model) is not None",
+        "is_own = accumulation_of(model) is not None",
         "is_own = False",
         (RUN + "test_what_the_script_sets_wins",),
     ),

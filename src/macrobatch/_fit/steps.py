@@ -20,7 +20,7 @@ from macrobatch._keras import checks as keras_checks
 from macrobatch._keras import model as models
 from macrobatch._keras import model_checks, probes, report
 from macrobatch._keras.model import ModelStep
-from macrobatch._tensorflow import graph, progress, replicas, sums, update
+from macrobatch._tensorflow import graph, parts, progress, replicas, sums, update
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.loop import Loop
 from macrobatch._tensorflow.parts import after, gradients_of, nothing_like
@@ -115,7 +115,7 @@ class Steps:
         part = self._run(step, model, micro_batches)
         logs, guesses = part.latest
         factors = self._factors(part, guesses, model)
-        gradients = self._gradients(part, factors, model)
+        gradients = parts.whole_gradients(part, factors, len(model.trained))
         gradients = [sums.merge_rows(sums.add(*pair)) for pair in zip(gradients, penalties)]
         if self.is_rehearsal:
             return self._rehearsed((gradients, part))
@@ -274,28 +274,10 @@ class Steps:
             self.shows_size = bool(messages) or model.written.drew or model.written.dropped
 
     def _factors(self, part: Part, guesses: List[Tensor], model: ModelStep) -> List[Tensor]:
-        """How much the gradients count that belong to counts, if they were not known before."""
         if not tf.executing_eagerly() or not part.counts:
             return []
-        factors = []
-        for place, whole in enumerate(replicas.total_counts(part.counts)):
-            padding = model.counts[place].padding if model.counts else 0.0
-            factor = tf.math.divide_no_nan(
-                tf.cast(guesses[place], whole.dtype), whole + tf.cast(padding, whole.dtype)
-            )
-            factors.append(factor)
-        return factors
-
-    def _gradients(self, part: Part, factors: List[Tensor], model: ModelStep) -> List[Gradient]:
-        """The gradients of the whole batch, or this replica's part of them."""
-        count = len(model.trained)
-        gradients = part.sums[:count]
-        # Counts that were not known before have gradients of their own.
-        for place, factor in enumerate(factors, 1):
-            own = part.sums[count * place : count * (place + 1)]
-            own = [sums.scaled(gradient, factor) for gradient in own]
-            gradients = [sums.add(*pair) for pair in zip(gradients, own)]
-        return gradients
+        paddings = [count.padding for count in model.counts]
+        return parts.factors_of(replicas.total_counts(part.counts), guesses, paddings)
 
     def _told(
         self, model: ModelStep, part: Part, penalty: Tensor, logs: Logs, examples: Size

@@ -9,7 +9,8 @@ from macrobatch._batches import in_order
 from macrobatch._found_sizes import Backend, FoundSizes
 from macrobatch._jax import device_memory, devices
 from macrobatch._jax.engine import ENGINE
-from macrobatch._jax.steps import Found, Halves, Steps, batch_of
+from macrobatch._jax.halves import Found, Halves
+from macrobatch._jax.steps import Steps, batch_of
 from macrobatch._sizes import watch
 from macrobatch._types import Batch
 

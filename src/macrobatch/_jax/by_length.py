@@ -21,9 +21,10 @@ from macrobatch._batches.by_length import ByLength
 from macrobatch._batches.cut import Cut
 from macrobatch._jax import host, loop
 from macrobatch._jax.engine import ENGINE
+from macrobatch._jax.halves import Found, Halves
 from macrobatch._jax.padding import Padding
 from macrobatch._jax.state import State, StateScope
-from macrobatch._jax.steps import Found, Halves, Steps
+from macrobatch._jax.steps import Steps
 from macrobatch._keras import model_checks
 from macrobatch._keras.model import ModelStep
 from macrobatch._types import Batch, Part, Tensor, Whole

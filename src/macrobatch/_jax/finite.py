@@ -10,8 +10,9 @@ from jax import numpy as jnp
 
 from macrobatch._batches.examples import Examples
 from macrobatch._jax.engine import ENGINE
+from macrobatch._jax.halves import Halves, Run
 from macrobatch._jax.state import State, StateScope
-from macrobatch._jax.steps import Halves, Run, batch_of
+from macrobatch._jax.steps import batch_of
 from macrobatch._keras import finite
 from macrobatch._keras.guard import Guard
 from macrobatch._keras.model import ModelStep

@@ -14,10 +14,11 @@ from macrobatch._jax.auto import Auto
 from macrobatch._jax.by_length import LengthSteps
 from macrobatch._jax.engine import ENGINE
 from macrobatch._jax.finite import Finite
+from macrobatch._jax.halves import Halves, once, train_step
 from macrobatch._jax.meeting import Meeting
 from macrobatch._jax.noise import NoiseWatch
 from macrobatch._jax.state import State
-from macrobatch._jax.steps import Halves, Steps, batch_of, once, train_step
+from macrobatch._jax.steps import Steps, batch_of
 from macrobatch._jax.whole_batch import WholeBatchSteps
 from macrobatch._keras import model_checks
 from macrobatch._keras.guard import Guard

@@ -6,7 +6,7 @@ Updates that are not measured run a function without anything of it.
 from typing import Any, Callable, Optional
 
 from macrobatch._jax.engine import ENGINE
-from macrobatch._jax.steps import Halves
+from macrobatch._jax.halves import Halves
 from macrobatch._keras.noise import Squares
 from macrobatch._noise.host import HostMeter
 from macrobatch._types import Batch, Logs

@@ -2,7 +2,7 @@
 the state after. No arithmetic of their own: the loop is beside this file, the rest is in _keras.
 """
 
-from typing import Any, Callable, List, NamedTuple, Optional, Tuple
+from typing import Any, Callable, List, Optional, Tuple
 
 import jax
 import keras
@@ -14,6 +14,7 @@ from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
 from macrobatch._jax import devices, loop, squares
 from macrobatch._jax.engine import ENGINE, any_is_traced
+from macrobatch._jax.halves import Found
 from macrobatch._jax.state import State, StateScope
 from macrobatch._keras import checks as keras_checks
 from macrobatch._keras import finite, model_checks, probes, report
@@ -21,58 +22,6 @@ from macrobatch._keras.guard import Guard
 from macrobatch._keras.model import ModelStep
 from macrobatch._keras.scope import Scope
 from macrobatch._types import Batch, Logs, MicroBatches, Part, Tensor, Whole
-
-
-class Found(NamedTuple):
-    """What a batch comes to, before the update.
-
-    Attributes:
-        gradients: those of the whole batch; none in testing.
-        others: the values after the batch of the variables that are not trained.
-        metrics: likewise, of the metrics.
-        logs: those of the whole batch.
-        is_finite: whether all numbers are that must be; nothing if nobody asks.
-        squares: what was measured for the gradient noise scale; nothing if nothing was.
-    """
-
-    gradients: List[Tensor]
-    others: List[Tensor]
-    metrics: List[Tensor]
-    logs: Logs
-    is_finite: Any = ()
-    squares: Any = ()
-
-
-class Halves(NamedTuple):
-    """The halves of a train step, compiled or not.
-
-    Attributes:
-        found: what a batch comes to, of a state and a batch.
-        updated: the state after the update, of weights, the optimizer's variables and `found`.
-    """
-
-    found: Callable[[Any, Batch], Found]
-    updated: Callable[[Any, Any, Found], Any]
-
-
-# Runs a function of a batch that makes an update, again if need be. It also gets the state before.
-Run = Callable[[Any, Callable[[Batch], Any], Batch], Any]
-
-
-def once(state: Any, function: Callable[[Batch], Any], batch: Batch) -> Any:
-    """Runs a function of a batch, once."""
-    return function(batch)
-
-
-def train_step(halves: Halves, run: Run, state: Any, data: Batch) -> Tuple[Logs, Any]:
-    """The logs of a train step, and the state after it."""
-
-    def both(batch: Batch) -> Tuple[Logs, Any]:
-        # JAX computes while Python goes on, and raises later.
-        found = jax.block_until_ready(halves.found(state, batch))
-        return found.logs, halves.updated(state[0], state[2], found)
-
-    return run(state, both, data)
 
 
 class Steps:

@@ -10,8 +10,9 @@ import jax
 
 from macrobatch._jax import devices, loop
 from macrobatch._jax.engine import ENGINE
+from macrobatch._jax.halves import Found
 from macrobatch._jax.state import State, StateScope
-from macrobatch._jax.steps import Found, Steps, batch_of, counted_by
+from macrobatch._jax.steps import Steps, batch_of, counted_by
 from macrobatch._types import Batch, Part, Tensor, Whole
 
 

@@ -17,8 +17,9 @@ from jax import numpy as jnp
 from macrobatch import _loop_checks
 from macrobatch._jax import gather, loop
 from macrobatch._jax.engine import ENGINE, any_is_traced
+from macrobatch._jax.halves import Found
 from macrobatch._jax.state import State, StateScope
-from macrobatch._jax.steps import Found, Steps, widened
+from macrobatch._jax.steps import Steps, widened
 from macrobatch._keras import whole_batch
 from macrobatch._keras.whole_batch import WholeBatchStep
 from macrobatch._types import Batch, Forward, MicroBatches, Part, Run, Size, Tensor

@@ -106,3 +106,30 @@ def after(values: Any) -> Any:
     with tf.control_dependencies([tensor for tensor in everything if tensor is not None]):
         ready = tf.no_op()
     return tf.control_dependencies([] if tf.executing_eagerly() else [ready])
+
+
+def factors_of(counts: List[Tensor], guesses: List[Tensor], paddings: List[float]) -> List[Tensor]:
+    """How much the gradients count that belong to counts, if they were not known before.
+
+    Args:
+        counts: those of the whole batch.
+        guesses: what stood for them.
+        paddings: what Keras adds to each of them, if anything.
+    """
+    factors = []
+    for place, whole in enumerate(counts):
+        padding = tf.cast(paddings[place] if paddings else 0.0, whole.dtype)
+        guess = tf.cast(guesses[place], whole.dtype)
+        factors.append(tf.math.divide_no_nan(guess, whole + padding))
+    return factors
+
+
+def whole_gradients(part: Part, factors: List[Tensor], count: int) -> List[Gradient]:
+    """The gradients of the whole batch with respect to `count` weights, or this replica's part."""
+    gradients = list(part.sums[:count])
+    # Counts that were not known before have gradients of their own.
+    for place, factor in enumerate(factors, 1):
+        own = part.sums[count * place : count * (place + 1)]
+        own = [sums.scaled(gradient, factor) for gradient in own]
+        gradients = [sums.add(*pair) for pair in zip(gradients, own)]
+    return gradients
