@@ -11,6 +11,10 @@ from jax_support import (
 )
 from keras import layers
 
+from macrobatch._jax import turns
+from macrobatch._jax.state import State
+from macrobatch._jax.steps import batch_of
+
 X, Y = data(21, 4), data(21, 2, seed=1)
 
 
@@ -102,11 +106,6 @@ def test_an_own_train_step_is_refused():
         accumulate(Own())
 
 
-def test_sequences_by_length_are_refused():
-    with pytest.raises(ValueError, match="sequence_axis=1"):
-        accumulate(build("run"), axis=1)
-
-
 def test_an_optimizer_that_accumulates_is_refused_before_anything_changes():
     model = build("run")
     model.compile(keras.optimizers.SGD(0.1, gradient_accumulation_steps=2), "mse")
@@ -121,7 +120,8 @@ def test_nnx_is_refused(monkeypatch):
         accumulate(build("run"))
 
 
-def test_memory_does_not_grow_with_the_number_of_micro_batches():
+@pytest.mark.parametrize("in_one_piece", [True, False])
+def test_memory_does_not_grow_with_the_number_of_micro_batches(in_one_piece):
     """The temporaries of the compiled step: those of a micro-batch, however many there are."""
     model = keras.Sequential([keras.Input([64]), *[layers.Dense(64, "tanh") for _ in range(4)]])
     model.compile("sgd", "mse")
@@ -140,8 +140,16 @@ def test_memory_does_not_grow_with_the_number_of_micro_batches():
         ]
         rows = np.zeros([examples, 64])
         model.train_on_batch(rows[:9], rows[:9])
-        compiled = jax.jit(accumulation.steps.found).lower(state, (rows, rows)).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
+        if in_one_piece:
+            lowered = jax.jit(accumulation.steps.found).lower(state, (rows, rows))
+            return lowered.compile().memory_analysis().temp_size_in_bytes
+        batch, state = batch_of((rows, rows)), State(*state)
+        found = turns.Turns(accumulation.steps, True, False, state, batch, examples)
+        turn, total = found._turns[0], found._start(state)
+        compiled = turn.lower(total, state, batch, found._no_counts, 0).compile()
+        memory = compiled.memory_analysis()
+        assert memory.alias_size_in_bytes > 0  # The sums stay in their place.
+        return memory.temp_size_in_bytes
 
     few, many = temporaries(16), temporaries(512)
     row = 64 * 8 * 2  # x and y

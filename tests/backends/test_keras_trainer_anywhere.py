@@ -13,7 +13,7 @@ from support import thorough
 PLUGIN = pathlib.Path(__file__).parents[1] / "fit"
 TESTS = importlib.util.find_spec("keras.src.trainers.trainer_test")
 # What differs most from the models of our own tests.
-QUICK = "loss_weights or metric_update or on_batch_methods or nested_inputs or recompile"
+QUICK = "loss_weights or on_batch_methods or nested_inputs"
 
 
 def run(tmp_path, *options, **environment):
