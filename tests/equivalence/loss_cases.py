@@ -41,15 +41,16 @@ def mse(reduction):
 
 
 for reduction in REDUCTIONS:
-    other = {"sum_over_batch_size": "replicas", "mean_with_sample_weight": "compiled"}
-    CASES[f"reduction-{reduction}"] = case(dense, X, Y, loss=mse(reduction), quick="graph")
+    quick = "graph" if reduction == "sum_over_batch_size" else "eager"
+    CASES[f"reduction-{reduction}"] = case(dense, X, Y, loss=mse(reduction), quick=quick)
+    others = {"sum_over_batch_size": "replicas", "mean_with_sample_weight": "graph compiled"}
     CASES[f"reduction-{reduction}-weights"] = case(
         dense,
         X,
         Y,
         loss=mse(reduction),
         fit=weights(N),
-        quick=f"graph eager {other.get(reduction)}",
+        quick=f"eager {others.get(reduction)}",
     )
 
 CASES["no-reduction"] = case(
@@ -80,12 +81,12 @@ def masks(reduction, fit=None, **options):
 
 
 for reduction in REDUCTIONS:
-    other = {"sum_over_batch_size": "replicas", "mean": "compiled"}
+    others = {"sum_over_batch_size": "graph replicas", "mean": "compiled"}
     CASES[f"mask-{reduction}"] = masks(
-        reduction, quick=f"graph {other.get(reduction)}", wrong_metrics="jax"
+        reduction, quick=others.get(reduction, "eager"), wrong_metrics="jax"
     )
     CASES[f"mask-{reduction}-weights-of-tokens"] = masks(
-        reduction, weights(N, 6), quick="graph eager", wrong_metrics="jax torch"
+        reduction, weights(N, 6), quick="eager", wrong_metrics="jax torch"
     )
     quick = {"mean_with_sample_weight": "graph"}.get(reduction, "")
     CASES[f"mask-{reduction}-weights-of-examples"] = masks(
@@ -100,13 +101,13 @@ CASES["no-token-in-a-micro-batch"] = case(
     masked, padded(zero_in_first=4), TAGS, loss=crossentropy(), quick="graph eager replicas"
 )
 CASES["no-token-in-a-batch"] = case(
-    masked, padded(zero_in_first=9), TAGS, loss=crossentropy(), quick="graph"
+    masked, padded(zero_in_first=9), TAGS, loss=crossentropy(), quick="eager"
 )
 CASES["recurrent"] = case(
     recurrent, padded(zero_in_first=4), TAGS, loss=crossentropy(), quick="graph"
 )
 CASES["mask-from-labels"] = case(
-    masked, padded(), TAGS, loss=crossentropy(ignore_class=2), quick="graph"
+    masked, padded(), TAGS, loss=crossentropy(ignore_class=2), quick="eager"
 )
 
 # Other losses
@@ -126,7 +127,7 @@ def mean_of_all(y_true, y_pred):
     return keras.ops.mean((labels - y_pred) ** 2)
 
 
-CASES["function"] = case(dense, X, Y, loss=distance, quick="graph")
+CASES["function"] = case(dense, X, Y, loss=distance, quick="eager")
 CASES["class-weight"] = case(
     lambda: dense(3, activation="softmax"),
     X,
@@ -144,7 +145,7 @@ CASES["sum-of-flattened-values"] = case(
     micro_batch_size=4,
     loss=lambda: Flat(reduction="sum"),
     optimizer=slow_sgd,
-    quick="graph",
+    quick="eager",
 )
 # An older Keras adds an epsilon to each mask, which the mean then has too.
 if tuple(map(int, keras.__version__.split(".")[:2])) > (3, 12):
@@ -153,7 +154,7 @@ if tuple(map(int, keras.__version__.split(".")[:2])) > (3, 12):
         padded(),
         TAGS,
         loss=mean_of_all,
-        quick="graph",
+        quick="eager",
         filters=["ignore::macrobatch.ExactnessWarning"],
     )
 
@@ -167,7 +168,7 @@ CASES["outputs-list"] = case(
     loss=["sparse_categorical_crossentropy", "mae"],
     loss_weights=[0.3, 2.0],
     per_mode=True,
-    quick="graph",
+    quick="eager",
 )
 CASES["outputs-dict"] = case(
     two_outputs,
@@ -184,7 +185,7 @@ CASES["outputs-nested"] = case(
     {"a": {"d": TAGS}, "b": {"c": SCORES}},
     loss={"a": {"d": "sparse_categorical_crossentropy"}, "b": {"c": "mae"}},
     per_mode=True,
-    quick="graph",
+    quick="eager",
 )
 CASES["outputs-with-their-own-weights"] = case(
     two_outputs,
@@ -206,7 +207,7 @@ CASES["output-without-loss"] = case(
     loss={"tags": "sparse_categorical_crossentropy", "score": None},
     per_mode=True,
     filters=["ignore:Gradients do not exist"],
-    quick="graph",
+    quick="eager",
 )
 
 
@@ -230,7 +231,7 @@ CASES["several-losses-of-one-output"] = case(
     X,
     Y,
     loss=lambda: ["mse", losses.MeanSquaredError(reduction=None, name="other")],
-    quick="graph",
+    quick="eager",
 )
 
 # Regularisers and add_loss
@@ -254,17 +255,17 @@ CASES["add_loss-scalars"] = case(
     X,
     Y,
     filters=["ignore::macrobatch.ExactnessWarning"],
-    quick="graph",
+    quick="eager",
 )
 CASES["add_loss-only"] = case(
-    lambda: linear(Penalty(True)), X, loss=None, optimizer=slow_sgd, quick="graph"
+    lambda: linear(Penalty(True)), X, loss=None, optimizer=slow_sgd, quick="eager"
 )
 CASES["regularizer-and-mask"] = case(
     lambda: masked(kernel_regularizer="l2", activity_regularizer="l2"),
     padded(),
     TAGS,
     loss=crossentropy(),
-    quick="graph",
+    quick="eager",
 )
 CASES["regularizer-and-loss-scale"] = case(
     lambda: dense(kernel_regularizer="l2"),

@@ -81,7 +81,7 @@ def training(architecture, examples, random):
 
 
 @settings(
-    max_examples=10,
+    max_examples=6,
     deadline=None,
     derandomize=True,
     phases=[Phase.explicit, Phase.generate],  # an example takes seconds: too long for shrinking

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import numpy as np
-import pytest
 from support import thorough
 from test_workers import HERE, environment
 
@@ -25,10 +24,12 @@ def end_after(kills, folder):
     return run.stdout, pickle.loads((folder / "end.pickle").read_bytes())
 
 
-# Kills of a worker and of the chief by turns
-@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=thorough)])
-def test_killed_workers_end_as_if_nothing_had_happened(kills, tmp_path):
-    output, ours = end_after(kills, tmp_path / "killed")
+KILLS = 10  # of a worker and of the chief by turns
+
+
+@thorough
+def test_killed_workers_end_as_if_nothing_had_happened(tmp_path):
+    output, ours = end_after(KILLS, tmp_path / "killed")
     _, undisturbed = end_after(0, tmp_path / "undisturbed")
     assert "epoch-2." in output, "nothing was ever restored"
     assert len(ours) == len(undisturbed)

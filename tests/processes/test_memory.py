@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from support import thorough
 
 import macrobatch
 
@@ -26,6 +27,7 @@ def run(script, *arguments):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit needs /proc")
+@thorough
 def test_training_in_too_little_memory_ends_where_unlimited_training_ends():
     done = run("memory_cases.py", 150)
     assert done.returncode == 0, done.stderr[-3000:]
