@@ -165,10 +165,8 @@ def test_train_on_batch_and_evaluate():
         np.testing.assert_allclose(one, other, rtol=1e-10)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [pytest.param({"run_eagerly": True}, marks=pytest.mark.thorough), {"jit_compile": False}],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("options", [{"run_eagerly": True}, {"jit_compile": False}])
 def test_without_a_compiler(options):
     y = {"tags": data(21, 6, 2), "value": data(21, 1)}
     check(two_heads, tokens(), y, compile={"loss": "mse", **options})

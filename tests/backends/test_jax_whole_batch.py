@@ -24,7 +24,7 @@ def dense():
     return keras.Sequential([keras.Input([4]), first, layers.Dense(2)])
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("run_eagerly", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_a_loss_that_compares_examples(run_eagerly):
     check(
         dense,

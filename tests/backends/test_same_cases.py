@@ -20,6 +20,7 @@ IN_ALL_MODES = {
 SLOW = {
     ("torch", "compiled"): {"optimizer-adam", "subclassed"},
     ("jax", "eager"): {"subclassed"},
+    ("jax", "not-compiled"): {"regularizers"},
 }
 # Optimizers see a gradient, whatever it comes from: one of each kind is enough for every day.
 QUICK = ("adam", "clipnorm", "ema", "global_clipnorm", "loss_scale", "schedule")
@@ -39,7 +40,10 @@ def parameters(cases):
             continue
         for place, mode in enumerate(MODES):
             optimizer = name.split("optimizer-")[-1] if name.startswith("optimizer-") else "adam"
-            is_quick = (place == 0 and optimizer in QUICK) or name in IN_ALL_MODES
+            is_quick = place == 0 and optimizer in QUICK
+            # JAX compiles each model, which takes seconds: for every day, what has a quick graph.
+            is_quick &= BACKEND != "jax" or not {"graph", "compiled"}.isdisjoint(case.quick.split())
+            is_quick |= name in IN_ALL_MODES
             if (BACKEND, mode) in SLOW:
                 is_quick = name in SLOW[BACKEND, mode]
             filters = [*case.filters, *(OF_COMPILER if mode == "compiled" else [])]

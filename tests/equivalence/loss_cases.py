@@ -196,6 +196,7 @@ CASES["outputs-with-their-own-weights"] = case(
         "score": losses.MeanAbsoluteError(reduction="mean_with_sample_weight"),
     },
     weighted_metrics={"tags": ["accuracy"], "score": ["mse"]},
+    wrong_metrics="jax",
     per_mode=True,
     fit={"sample_weight": {"tags": data(N, 6, seed=5) ** 2, "score": data(N, seed=6) ** 2}},
     quick="graph",
