@@ -209,7 +209,7 @@ def test_released(strategy):
     before = set(vars(model))
     macrobatch.release(model)
     installed = {"train_step", "test_step", "make_train_function", "make_test_function"}
-    installed |= {"predict_step", "make_predict_function", "_maybe_symbolic_build"}
+    installed |= {"predict_step", "make_predict_function", "_maybe_symbolic_build", "fit"}
     assert before - set(vars(model)) == installed
     model.fit(*data(8), batch_size=8, verbose=0)
 

@@ -389,6 +389,7 @@ def test_json(machine):
     assert found["micro_batch_size"] == 1
     assert found["rows"][0] == {
         "size": 1,
+        "unit": "micro_batch_size",
         "peak": approx(BASE + 50 * MIB),
         "examples_per_second": 14.0,
         "fits": True,

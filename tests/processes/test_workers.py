@@ -16,15 +16,20 @@ import macrobatch
 from macrobatch._workers import checks
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-# The number of devices of each worker, and the cases. All of them in one run, and so in one test:
+# Each case takes two workers seconds: what `make test` runs of them.
+QUICK = [
+    *("arrays_with_validation", "masked_tokens_and_rows_of_a_table", "accumulator"),
+    *("a_worker_that_runs_out_of_data", "rows_of_which_nobody_has_any"),
+    *("files", "another_backup"),
+]
+# The number of devices of each worker, and the cases. Many of them in one run, and so in one test:
 # starting workers takes a while.
 LAYOUTS = [
-    (1, [*CASES, *RECORDS]),
+    pytest.param(1, QUICK, id="quick"),
     pytest.param(
-        2,
-        ["arrays_with_validation", "masked_tokens_and_rows_of_a_table", "accumulator"],
-        marks=pytest.mark.thorough,
+        1, [name for name in [*CASES, *RECORDS] if name not in QUICK], marks=thorough, id="others"
     ),
+    pytest.param(2, QUICK[:3], marks=thorough, id="devices"),
 ]
 
 

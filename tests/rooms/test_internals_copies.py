@@ -118,3 +118,12 @@ def test_a_copy_builds_its_compiled_loss_and_metrics_apart():
     assert not plain._compile_loss.built
     assert [metric.name for metric in plain._compile_loss.metrics] == []
     assert len(other._compile_loss.metrics) == 2
+
+
+def test_float64_is_switched_on_where_keras_makes_float32_of_it(monkeypatch):
+    from keras.src.backend.common import dtypes
+
+    monkeypatch.setitem(dtypes.BIT64_TO_BIT32_DTYPE, "float64", "float32")  # as on JAX and torch
+    with _internals.with_float64():
+        assert dtypes.BIT64_TO_BIT32_DTYPE["float64"] == "float64"
+    assert dtypes.BIT64_TO_BIT32_DTYPE["float64"] == "float32"
