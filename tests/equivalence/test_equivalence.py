@@ -10,7 +10,7 @@ import tensorflow_cases
 from builders import X, Y, data, dense, tagger
 from case import parameters
 from keras import layers, optimizers
-from support import MODES, assert_same, build_pair, check, thorough
+from support import MODES, assert_same, build_pair, check, thorough, thorough_for
 from test_accumulator_everywhere import mirrored
 
 import macrobatch
@@ -29,12 +29,14 @@ def test_models(case, mode, monkeypatch):
     case.check(mode, monkeypatch)
 
 
+@thorough_for("compiled", "graph")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_batch_of_one(mode):
     with pytest.warns(UserWarning, match="Nothing is being accumulated"):
         check(dense, data(3, 4), data(3, 2), batch_size=1, micro_batch_size=4, **MODES[mode])
 
 
+@thorough_for("mixed_float16-False", "mixed_float16-True")
 @pytest.mark.parametrize(
     ("policy", "replicas"),
     [

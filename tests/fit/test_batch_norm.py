@@ -45,6 +45,7 @@ def test_pooled_statistics_are_those_of_the_batch(mode):
         np.testing.assert_allclose(left, right, rtol=1e-12)
 
 
+@thorough_for("graph")
 @pytest.mark.parametrize("mode", ["graph", "eager", pytest.param("compiled", marks=thorough)])
 def test_masked_inputs_are_pooled_by_their_tokens(mode):
     x = X * (np.arange(5) < np.random.default_rng(2).integers(0, 6, size=(19, 1)))[..., None]

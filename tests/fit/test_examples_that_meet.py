@@ -182,6 +182,7 @@ def test_losses_in_which_examples_meet(loss, size):
     assert "whole_batch_loss=True" in message
 
 
+@thorough_for("AcrossExamples-6", "Router-6")
 @pytest.mark.parametrize("size", [6, pytest.param(1, marks=thorough)])
 @pytest.mark.parametrize("layer", LAYERS)
 def test_layers_in_which_examples_meet(layer, size):
@@ -198,7 +199,7 @@ def test_micro_batches_of_one():
     assert "culprit" in said_of(build(Centred(name="culprit")), size=1)[0]
 
 
-@thorough_for("compiled")
+@thorough_for("compiled", "layer-eager", "layer-graph", "loss-graph")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("place", ["loss", "layer"])
 def test_modes(mode, place):
@@ -349,6 +350,7 @@ def test_masked_tokens_are_silent(reduction):
     assert said_of(model, x, x, loss=loss) == []
 
 
+@thorough_for("mixed_bfloat16")
 @pytest.mark.parametrize(
     "policy", ["float32", pytest.param("mixed_float16", marks=thorough), "mixed_bfloat16"]
 )
@@ -380,6 +382,7 @@ class Wide(layers.Layer):
         return x.to_tensor()[..., None] if isinstance(x, tf.RaggedTensor) else x[..., None]
 
 
+@thorough_for("True")
 @pytest.mark.parametrize("meets", [False, True])
 def test_ragged_batches(meets):
     """Random layers draw for the width of a micro-batch, which is that of its longest row."""

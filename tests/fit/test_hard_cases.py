@@ -39,6 +39,7 @@ def two_outputs():
     )
 
 
+@thorough_for("graph")
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 @pytest.mark.parametrize("mode", ["graph", "eager", pytest.param("compiled", marks=thorough)])
 def test_an_output_whose_loss_is_a_number(mode):
@@ -80,7 +81,7 @@ class Adds(layers.Layer):
         return inputs
 
 
-@thorough_for("eager")
+@thorough_for("eager", "one penalty and a tail of one-graph")
 @pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
 @pytest.mark.parametrize("mode", ["graph", "eager", pytest.param("compiled", marks=thorough)])
 @pytest.mark.parametrize(
@@ -97,6 +98,7 @@ def test_added_values_that_happen_to_be_as_many_as_examples(function, mode):
         check(build, X, Y, batch_size=9, micro_batch_size=size, **MODES[mode])
 
 
+@thorough_for("False--1.0", "False-inf", "False-nan")
 @pytest.mark.parametrize("weight", [float("nan"), float("inf"), -1.0])
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_a_bad_weight_of_a_micro_batch_changes_nothing(weight, eagerly):

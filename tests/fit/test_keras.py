@@ -496,6 +496,7 @@ def failing_loss(y_true, y_pred):
         return keras.ops.mean((y_true - y_pred) ** 2, axis=-1)
 
 
+@thorough_for("backward-eager", "forward-eager", "forward-graph", "loss-eager", "loss-graph")
 @pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 @pytest.mark.parametrize("where", ["forward", "backward", "loss"])

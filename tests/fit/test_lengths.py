@@ -147,6 +147,7 @@ def ragged_batches(x, y):
     return batches.map(lambda x, y: (x, y.to_tensor()))
 
 
+@thorough_for("size-eager")
 @pytest.mark.parametrize(
     ("cut", "mode"),
     [
@@ -229,6 +230,7 @@ def test_labels_without_the_axis(cut):
     )
 
 
+@thorough_for("mean_with_sample_weight-eager")
 @pytest.mark.parametrize(
     ("reduction", "mode"),
     [
@@ -861,6 +863,7 @@ def test_a_model_of_a_class_with_a_fixed_length():
         model.fit(x, y, batch_size=8, verbose=0)
 
 
+@thorough_for("graph")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_a_loss_fn_that_depends_on_padding(mode):
     table, kernel = parameters()

@@ -114,7 +114,7 @@ def test_sizes_that_are_found(quiet):
     assert settings_of(model)["nonfinite"] == "skip"
 
 
-@thorough_for("compiled")
+@thorough_for("compiled", "eager")
 @each_mode
 def test_the_update_of_the_other_examples(mode, quiet):
     clean, bad, epochs = (X, Y, WEIGHTS[:, 0]), BAD, 2
@@ -326,6 +326,7 @@ def test_examples_that_are_bad_only_together():
 # Refused
 
 
+@thorough_for("graph")
 @pytest.mark.parametrize("mode", ["graph", "eager", pytest.param("compiled", marks=thorough)])
 def test_an_error_that_changes_nothing(mode):
     """Weights, slots, seeds, statistics and metrics."""

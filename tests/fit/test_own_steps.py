@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 from fit import step_cases
 from fit.step_cases import CASES
-from support import MODES, assert_same_history, thorough
+from support import MODES, assert_same_history, thorough, thorough_for
 from test_accumulator_everywhere import mirrored
 
 import macrobatch
@@ -59,6 +59,7 @@ QUICK = {
 }
 
 
+@thorough_for("interleaved-eager", "values-compiled")
 @pytest.mark.filterwarnings("ignore:BatchNormalization:macrobatch.ExactnessWarning")
 @pytest.mark.parametrize(
     ("name", "mode"),
@@ -660,6 +661,7 @@ class Contrasting(keras.Model):
         return {"loss": loss}
 
 
+@thorough_for("False")
 @pytest.mark.parametrize("eagerly", [False, True])
 def test_a_step_that_compares_examples_and_cuts_its_batch_itself(eagerly):
     found = []

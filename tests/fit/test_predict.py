@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from support import MODES
+from support import MODES, thorough_for
 
 import macrobatch
 
@@ -41,6 +41,7 @@ def assert_equal(found, expected):
 x = np.random.default_rng(0).normal(size=[23, 3])
 
 
+@thorough_for("4-compiled", "50-compiled")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [4, 50])
 def test_same_results_in_the_same_order(mode, size):
@@ -62,6 +63,7 @@ def test_same_results_in_the_same_order(mode, size):
         assert model.layers[1].sizes == [10, 10, 3]
 
 
+@thorough_for("graph")
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_on_replicas(mode):
     expected = build().predict(x, batch_size=10, verbose=0)

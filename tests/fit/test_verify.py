@@ -9,7 +9,7 @@ import pytest
 import tensorflow as tf
 import verify_models as models
 from keras import layers, ops
-from support import draws, everything, thorough
+from support import draws, everything, thorough, thorough_for
 from test_accumulator_everywhere import mirrored
 from verify_models import EXACT, INEXACT, REPAIRED, SIZE, X, Y, compiled, mlp
 
@@ -33,6 +33,7 @@ def parameters(names, slow):
     return [pytest.param(n, marks=[thorough] if n in slow else []) for n in names]
 
 
+@thorough_for("attention", "by-length", "graph", "two-outputs")
 @pytest.mark.parametrize("name", parameters(EXACT, models.SLOW))
 def test_exact_models(name):
     report = verified(*EXACT[name]())
@@ -42,6 +43,7 @@ def test_exact_models(name):
     assert bool(report.notes) == (name == "not-copied")
 
 
+@thorough_for("added", "contrastive", "layer", "own-loss", "sum")
 @pytest.mark.parametrize("name", parameters(INEXACT, ["two-batch-norms", "norm-and-loss"]))
 def test_inexact_models(name):
     make, expected, *advice = INEXACT[name]

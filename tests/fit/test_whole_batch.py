@@ -229,6 +229,9 @@ def plain(case, mode):
     return ended(*train(build, x, y, epochs=1, **options, **MODES[mode]))
 
 
+@thorough_for(
+    "contrastive-compiled", "contrastive-eager", "dice-eager", "outputs-graph", "towers-eager"
+)
 @pytest.mark.filterwarnings("ignore:Nothing is being accumulated")
 @pytest.mark.parametrize(
     ("case", "mode"),
@@ -421,6 +424,7 @@ def test_predictions_must_have_the_examples_first(mode):
         model.fit(X, Y, batch_size=8, verbose=0)
 
 
+@thorough_for("graph")
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_a_loss_that_fails_changes_nothing(mode):
     def failing(y_true, y_pred):

@@ -141,6 +141,7 @@ def test_any_batch_and_any_form_of_the_loss(examples, size, seed, form):
     assert_same(expected, found)
 
 
+@thorough_for("graph")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 def test_random_layers_draw_the_same_in_both_passes(mode):
     """One tape over the same forward passes, joined. Seeds end where they end there."""

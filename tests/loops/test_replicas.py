@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
+from support import thorough_for
 from test_accumulator_everywhere import mirrored
 from test_value_and_gradients import FORMS, assert_close, data, dense
 
@@ -102,6 +103,7 @@ def model():
     )
 
 
+@thorough_for("sizes0")
 @pytest.mark.parametrize("sizes", [(5, 3), (8, 0)])
 def test_updates_of_keras(sizes, strategy):
     plain, textbook = model(), keras.optimizers.Adam(0.1)

@@ -99,6 +99,18 @@ def check_form(form, mode, micro_batch_size, batch):
     assert_close(call(mode, accumulated, batch), (expected, tape.gradient(expected, variables)))
 
 
+@thorough_for(
+    "losses and weights-compiled",
+    "losses and weights-compiled, unknown size",
+    "losses per example-compiled",
+    "losses per example-compiled, unknown size",
+    "losses-compiled",
+    "losses-compiled, unknown size",
+    "scalar and weight-compiled",
+    "scalar and weight-compiled, unknown size",
+    "scalar-compiled",
+    "scalar-compiled, unknown size",
+)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("form", FORMS)
 def test_each_form_of_loss(form, mode):
@@ -152,7 +164,7 @@ def test_a_micro_batch_without_any_weight_does_not_count(start, mode):
     check_form("scalar and weight", mode, 3, (x, y, weights * there))
 
 
-@thorough_for("compiled")
+@thorough_for("compiled", "eager-Adam", "graph-Adam")
 @pytest.mark.parametrize(
     ("mode", "optimizer"),
     [("eager", "SGD"), ("eager", "Adam"), ("graph", "Adam"), ("compiled", "Adam")],
@@ -238,6 +250,7 @@ def test_one_variable_is_a_nest(mode):
     assert (float(loss), float(gradient)) == (4.0, 2.0)
 
 
+@thorough_for("graph", "unknown size")
 @pytest.mark.parametrize("mode", ["eager", "graph", "unknown size"])
 def test_ragged_and_sparse_batches(mode):
     rows = [[1.0], [2.0, 3.0], [], [4.0, 5.0, 6.0], [7.0]]
@@ -298,7 +311,7 @@ def normalized_model(dropout=0.5):
     )
 
 
-@thorough_for("compiled")
+@thorough_for("compiled", "graph")
 @pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
 @pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
 def test_seeds_and_moving_statistics_are_those_of_fit(mode):

@@ -3,6 +3,7 @@ import pytest
 import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support import thorough_for
 
 from macrobatch._batches import in_order
 from macrobatch._tensorflow import graph
@@ -48,6 +49,7 @@ def test_micro_batches_make_up_the_batch(examples, size):
     assert all(m["nested"][1] is None for m in micro_batches)
 
 
+@thorough_for("1-False-False")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("examples", [1, 6, 8])

@@ -1,6 +1,7 @@
 import numpy as np
 import pytest
 import tensorflow as tf
+from support import thorough_for
 
 from macrobatch._batches import in_order
 from macrobatch._tensorflow import loop as loops
@@ -45,6 +46,16 @@ def run(mode, x, table, size, signature=None):
     return tf.function(whole, signature, jit_compile=mode == "compiled")(x)
 
 
+@thorough_for(
+    "2-4-6-False-compiled",
+    "2-4-6-True-compiled",
+    "2-4-6-True-graph",
+    "2-4-6-True-large sums",
+    "3-3-6-False-compiled",
+    "7-1-21-False-compiled",
+    "7-1-21-True-large sums",
+    "9-1-21-False-compiled",
+)
 @pytest.mark.parametrize("mode", ["eager", "graph", "large sums", "compiled"])
 @pytest.mark.parametrize("known", [True, False])
 @pytest.mark.parametrize(("size", "count", "last"), [(2, 4, 6), (3, 3, 6), (7, 1, 21), (9, 1, 21)])
