@@ -1,6 +1,6 @@
 # make demo            train a small network in three ways, and compare (some minutes);
 #                      make demo BACKEND=jax, or torch, with Keras on another backend
-# make test            check, then the tests that are not marked thorough (about 20 minutes on two cores); CI runs this, test-backends and test-tf1
+# make test            check, then the tests that are not marked thorough (about 13 minutes on two cores); CI runs this, test-backends and test-tf1
 # make test-all        all tests, with those marked thorough (about an hour)
 # make check           formatting, lint and types
 # make mutants         break the package in many ways, one at a time, and see whether a test notices (under half an hour)

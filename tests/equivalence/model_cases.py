@@ -152,7 +152,7 @@ CASES["embedding-in-a-branch"] = case(
 
 # Without steps_per_epoch, plain Keras counts an iteration when it runs out of data.
 CASES["generator"] = case(
-    dense, lambda: batches(), epochs=1, fit={"steps_per_epoch": 3}, quick="graph replicas"
+    dense, lambda: batches(), epochs=1, fit={"steps_per_epoch": 3}, quick="graph"
 )
 CASES["PyDataset"] = case(dense, lambda: Batches(), quick="graph")
 
