@@ -249,7 +249,6 @@ def test_whole_batch_loss(monkeypatch):
     assert max(Room.ran) == 4
 
 
-@pytest.mark.skipif(BACKEND == "jax", reason="sequences are not cut to their length")
 def test_sequences(monkeypatch):
     tokens = np.random.RandomState(2).randint(1, 9, [48, 12])
     tokens[:, 3:] *= np.arange(9)[None] < np.random.RandomState(3).randint(0, 10, 48)[:, None]

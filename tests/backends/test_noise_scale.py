@@ -108,11 +108,7 @@ def test_batches_that_tell_nothing():
     [
         (None, "which is not accumulated"),
         ({"whole_batch_loss": True}, "whole_batch_loss=True"),
-        pytest.param(
-            {"sequence_axis": 1},
-            "sequence_axis=1",
-            marks=pytest.mark.skipif(BACKEND == "jax", reason="no sequences by length yet"),
-        ),
+        ({"sequence_axis": 1}, "sequence_axis=1"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(cut, message):

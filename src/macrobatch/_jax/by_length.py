@@ -45,6 +45,15 @@ class LengthSteps(Steps):
         self._parts.pop(training, None)
         self._updated = self.compiled(self.updated, donate_argnums=(0, 1))
 
+    def remember(self) -> Callable[[int], None]:
+        """Lets the trial of padding be made with other examples, if it was made with these."""
+        before = self._padding.done[True]
+
+        def forget(examples: int) -> None:
+            self._padding.done[True] = before
+
+        return forget
+
     def compiled(self, function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         """A function, compiled if the model's steps are."""
         # A method of the same object would be taken for the same function, already traced.

@@ -35,9 +35,19 @@ class Finite(Skipping):
         model: Any,
         guard: Guard,
         tried: Callable[[], Tried],
-        before_again: Callable[[int], None] = lambda examples: None,
+        remember: Callable[[], Callable[[int], None]],
     ):
-        super().__init__(model, guard, ENGINE, lambda: 0, tried, before_again)
+        """Prepares for batches.
+
+        Args:
+            model: the model.
+            guard: what must be finite.
+            tried: gives what is tried to name a layer.
+            remember: gives a function that forgets what was learnt since of a batch.
+        """
+        super().__init__(model, guard, ENGINE, lambda: 0, tried, lambda count: self._forget(count))
+        self._remember = remember
+        self._forget: Callable[[int], None] = lambda examples: None
         self.state: Any = None
         self.latest: Batch = None
 
@@ -45,6 +55,7 @@ class Finite(Skipping):
         """Runs a train step on a batch, again if need be."""
         self._guard.start(self._model.optimizer)
         self.state, self.latest = State(*state), None
+        self._forget = self._remember()
         after = state
 
         def both(batch: Batch) -> Logs:

@@ -72,6 +72,7 @@ class Accumulation:
             model,
             self.steps.guard,
             lambda: Tried(model, ENGINE, micro_batch_weight, not whole_batch_loss),
+            self.steps.remember,
         )
         self._looks = False  # whether the size of the first batch of a fit is to be looked at
         self._replaced: Dict[str, Any] = {}

@@ -45,6 +45,10 @@ class Steps:
     def forget(self, training: bool) -> None:
         """Forgets what is known of a model that may be compiled anew. Here, nothing is."""
 
+    def remember(self) -> Callable[[int], None]:
+        """A function that forgets what was learnt since now, of a batch that is run again."""
+        return lambda examples: None
+
     def train_step(self, state: Any, data: Any) -> Tuple[Logs, Any]:
         """Makes the update that the whole batch would have made."""
         found = self.found(state, data)
