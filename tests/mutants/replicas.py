@@ -117,7 +117,7 @@ MUTANTS = [
         CALLBACKS,
         "variables = [*self.model.variables, *self.model.optimizer.variables]",
         "variables = [*self.model.weights, *self.model.optimizer.variables]",
-        ("processes/test_workers.py::test_backups_of_one_worker",),
+        ("processes/test_workers.py::test_a_backup_has_the_seeds_too",),
     ),
     Mutant(
         "workers: an epoch lost",

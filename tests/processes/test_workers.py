@@ -150,6 +150,15 @@ def fit_with_backups(folder, epochs, **options):
     return history.epoch, [np.array(variable.value) for variable in model.variables]
 
 
+def test_a_backup_has_the_seeds_too(tmp_path):
+    fit_with_backups(str(tmp_path / "run"), 2)
+    epochs, ours = fit_with_backups(str(tmp_path / "run"), 3)
+    assert epochs == [2]
+    _, undisturbed = fit_with_backups(str(tmp_path / "other"), 3)
+    for a, b in zip(ours, undisturbed):
+        np.testing.assert_allclose(a, b, rtol=1e-10)
+
+
 DAMAGES = {
     "index cut off": (".index", lambda data: data[:50]),
     "data cut off": (".data-00000-of-00001", lambda data: data[:50]),
