@@ -57,7 +57,8 @@ def in_order(adapter, plain=ArrayDataAdapter.get_tf_dataset):
     batches = batches.batch(adapter._batch_size, drop_remainder=not adapter._partial_batch_size)
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-    return batches.with_options(options).prefetch(tf.data.AUTOTUNE)
+    options.autotune.enabled = False  # which may stall a pipeline for seconds
+    return batches.with_options(options)
 
 
 ArrayDataAdapter.get_tf_dataset = in_order

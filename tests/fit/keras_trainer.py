@@ -1,4 +1,5 @@
-"""A plugin of pytest for Keras' own trainer tests: their models are accumulated.
+"""A plugin of pytest for Keras' own trainer tests: their models are accumulated. As a script, it
+runs pytest with itself as a plugin.
 
 Each model without a train step of its own is cut into micro-batches of two when it is compiled.
 With MACROBATCH_PLAIN=1 they stay plain, to see what plain Keras does.
@@ -11,6 +12,7 @@ import sys
 import types
 
 import keras
+import pytest
 
 import macrobatch
 
@@ -57,3 +59,7 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line(f"{accumulated} models accumulated, Keras {keras.__version__}")
+
+
+if __name__ == "__main__":
+    sys.exit(pytest.main(["-p", "keras_trainer", *sys.argv[1:]]))

@@ -53,9 +53,11 @@ def reduced(model, strategy, batch):
     """How many numbers each collective of a train step sums, on the first replica."""
     model._maybe_symbolic_build(data_batch=batch)
     dataset = tf.data.Dataset.from_tensors(batch).unbatch().batch(len(batch[0]), True)
-    batches = iter(strategy.experimental_distribute_dataset(dataset))
-    step = tf.function(lambda batch: strategy.run(model.train_step, args=(batch,)))
-    graph = step.get_concrete_function(next(batches)).graph
+    types = strategy.experimental_distribute_dataset(dataset).element_spec
+    step = tf.function(
+        lambda batch: strategy.run(model.train_step, args=(batch,)), autograph=False
+    )  # as Keras does
+    graph = step.get_concrete_function(types).graph
     inside = [
         node.op
         for function in graph.as_graph_def().library.function

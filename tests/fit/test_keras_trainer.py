@@ -3,13 +3,12 @@
 import importlib.util
 import os
 import re
-import subprocess
-import sys
 
+import fresh
 import pytest
 from support import thorough
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "keras_trainer.py")
 TESTS = importlib.util.find_spec("keras.src.trainers.trainer_test")
 # What differs most from the models of our own tests.
 QUICK = "raggeds_model or internal_only or partial or loss_weights or on_batch_methods_eager"
@@ -25,16 +24,9 @@ QUICK = "raggeds_model or internal_only or partial or loss_weights or on_batch_m
     ids=["quick", "others"],
 )
 def test_trainer(which, passed, tmp_path):
-    command = [sys.executable, "-m", "pytest", "-q", "-W", "ignore", "-p", "no:cacheprovider"]
-    alone = ["-c", os.devnull, "--rootdir", str(tmp_path)]
-    run = subprocess.run(
-        [*command, *alone, "-p", "keras_trainer", "-k", which, TESTS.origin],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([HERE, *filter(None, sys.path)])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        check=False,
-    )
+    options = ["-q", "-W", "ignore", "-p", "no:cacheprovider", "-c", os.devnull]
+    options += ["--rootdir", tmp_path, "-k", which, TESTS.origin]
+    run = fresh.run(SCRIPT, *options, folder=tmp_path)
     assert run.returncode == 0, run.stdout[-10000:]
     # As many as in Keras 3.15.1 without jax and scipy, with room for what other versions have.
     assert int(re.search(r"(\d+) passed", run.stdout).group(1)) >= 0.9 * passed, run.stdout
