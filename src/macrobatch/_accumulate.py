@@ -9,6 +9,7 @@ from macrobatch._batches import checks as batch_checks
 from macrobatch._batches.cut import Cut
 from macrobatch._checks import NONFINITE, one_of
 from macrobatch._keras import model_checks as checks
+from macrobatch._keras.installed import accumulation_of
 from macrobatch._keras.model import inputs_of
 from macrobatch._sizes import limit as limits
 
@@ -160,11 +161,6 @@ def release(model: Model) -> Model:
     if accumulation is not None:
         accumulation.uninstall()
     return model
-
-
-def accumulation_of(model: Any) -> Any:
-    """What was installed in a model, on any backend, or None."""
-    return _room().accumulation_of(model)
 
 
 def settings_of(model: Any) -> Optional[Dict[str, Any]]:

@@ -10,9 +10,8 @@ from typing import Any, Optional
 
 TENSORFLOW = "tensorflow"
 # Each room has a class (or a function in its place) `Accumulation`, of a model, how to cut batches,
-# micro_batch_weight=, nonfinite=, memory_limit= and whole_batch_loss=, with `install` and
-# `uninstall`; and `accumulation_of`, which finds what was installed in a model. A file beside it,
-# `no_trace`, has TRIALS.
+# micro_batch_weight=, nonfinite=, memory_limit= and whole_batch_loss=, which is a
+# `_keras.installed.Installed`. A file beside it, `no_trace`, has TRIALS.
 ROOMS = {
     TENSORFLOW: "macrobatch._fit.fit",
     "jax": "macrobatch._jax.fit",

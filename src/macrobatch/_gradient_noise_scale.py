@@ -4,7 +4,7 @@ from typing import Any
 
 import keras
 
-from macrobatch._accumulate import accumulation_of
+from macrobatch._keras.installed import accumulation_of
 from macrobatch._noise.scale import NoiseScale
 
 

@@ -17,8 +17,8 @@ from torch_support import (
 )
 
 from macrobatch._checks import ExactnessWarning
+from macrobatch._keras.installed import accumulation_of
 from macrobatch._torch import sums
-from macrobatch._torch.fit import accumulation_of
 from macrobatch._torch.memory import is_out_of_memory
 
 X, Y = data(21, 4), data(21, 2, seed=1)

@@ -8,8 +8,8 @@ import keras
 import numpy as np
 
 import macrobatch
+from macrobatch._keras.installed import accumulation_of
 from macrobatch._shown.line import Line
-from macrobatch._torch.fit import accumulation_of
 
 
 class Terminal(io.StringIO):

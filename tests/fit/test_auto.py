@@ -14,6 +14,7 @@ from test_accumulator_everywhere import mirrored
 
 import macrobatch
 from macrobatch._fit import auto as autos
+from macrobatch._keras.installed import accumulation_of
 from macrobatch._sizes import limit, watch
 from macrobatch._tensorflow import device_memory
 
@@ -338,7 +339,7 @@ def test_draws_of_tf_random_show_the_size():
     model = macrobatch.accumulate(compiled(dense(noisy)), micro_batch_size=2)
     with pytest.warns(macrobatch.ExactnessWarning, match="tf.random"):  # no verdict
         fitted(model)
-    assert macrobatch._fit.install.accumulation_of(model).shows_size is True
+    assert accumulation_of(model).shows_size is True
 
 
 def test_another_error_is_none_of_our_business():
@@ -403,7 +404,7 @@ def test_sizes_of_tests_grow(watched):
     model = compiled(dense(), run_eagerly=True)
     expected = model.test_on_batch(x[:24], y[:24])
     macrobatch.accumulate(model, memory_limit=int((2**20 + 4 * 4 * 11) / 0.95))
-    sizes, auto = [], macrobatch._fit.install.accumulation_of(model).auto
+    sizes, auto = [], accumulation_of(model).auto
     for _ in range(5):
         found = model.test_on_batch(x[:24], y[:24])
         np.testing.assert_allclose(found, expected, rtol=1e-10)

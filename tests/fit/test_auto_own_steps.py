@@ -13,7 +13,7 @@ from fit.test_own_steps import reference, state_of, trained
 from support import MODES, assert_same_history, thorough, thorough_for
 
 import macrobatch
-from macrobatch._fit.install import accumulation_of
+from macrobatch._keras.installed import accumulation_of
 
 an_error, watched = test_auto.an_error, test_auto.watched
 

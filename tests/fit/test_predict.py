@@ -7,6 +7,7 @@ import tensorflow as tf
 from support import MODES, thorough_for
 
 import macrobatch
+from macrobatch._keras.installed import accumulation_of
 
 
 class Watching(keras.layers.Layer):
@@ -82,7 +83,7 @@ def test_sizes_that_are_found():
     model.predict(x, verbose=0)
     assert model.layers[1].sizes == [23]  # No size is known yet.
     model.fit(x, {"a": x[:, :1], "b": x[:, :2]}, batch_size=23, epochs=2, verbose=0)
-    size = macrobatch._fit.install.accumulation_of(model).cut.chosen.current
+    size = accumulation_of(model).cut.chosen.current
     model.layers[1].sizes.clear()
     model.predict(x, verbose=0)
     assert max(model.layers[1].sizes) == min(size, 23)

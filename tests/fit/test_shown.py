@@ -12,7 +12,7 @@ import pytest
 import tensorflow as tf
 
 import macrobatch
-from macrobatch._fit.install import accumulation_of
+from macrobatch._keras.installed import accumulation_of
 from macrobatch._shown.line import Clock, Line, Place, text
 
 # What a terminal shows with: the cursor is kept, and long lines are cut off.

@@ -7,7 +7,7 @@ KERAS, NORM = "fit/test_keras.py::", "fit/test_batch_norm.py::"
 HARD, LOOP_TESTS = "fit/test_hard_cases.py::", "rooms/test_loop.py::"
 TERMS, MOMENTS = "rooms/test_terms.py::", "rooms/test_moments.py::"
 LOSS, REPORT, STEPS = "_keras/losses.py", "_keras/report.py", "_fit/steps.py"
-INSTALL = "_fit/install.py"
+INSTALL, INSTALLED = "_fit/install.py", "_keras/installed.py"
 LOOP, SUMS, MODEL = "_tensorflow/loop.py", "_tensorflow/sums.py", "_keras/model.py"
 PARTS = "_tensorflow/parts.py"
 
@@ -292,14 +292,14 @@ MUTANTS = [
     ),
     Mutant(
         "fit: no function to train with after accumulate in the middle of fit",
-        INSTALL,
+        INSTALLED,
         "        if trains:\n",
         "        if False:\n",
         (HARD + "test_accumulate_and_release_in_the_middle_of_fit",),
     ),
     Mutant(
         "fit: no word of an accumulated part",
-        INSTALL,
+        INSTALLED,
         "    if accumulation_of(model) is None:\n",
         "    if False:\n",
         (HARD + "test_a_model_with_an_accumulated_part_says_that_it_is_not_accumulated",),

@@ -42,7 +42,7 @@ MUTANTS = [
     ),
     Mutant(
         "predict: release keeps it cut",
-        "_fit/install.py",
+        "_keras/installed.py",
         "model.train_function = model.test_function = model.predict_function = None",
         "model.train_function = model.test_function = None",
         (PREDICT + "test_same_results_in_the_same_order[4-eager]",),

@@ -6,11 +6,8 @@ from macrobatch import _internals
 from macrobatch._batches import checks as batch_checks
 from macrobatch._batches.cut import Cut
 from macrobatch._fit import checks, install, own
-from macrobatch._fit.install import accumulation_of
 from macrobatch._fit.whole_batch import WholeBatchAccumulation
 from macrobatch._tensorflow.chosen import ChosenSize
-
-__all__ = ["Accumulation", "accumulation_of"]
 
 
 def Accumulation(

@@ -16,6 +16,7 @@ from macrobatch._fit.meeting import Meeting
 from macrobatch._fit.ran import Ran
 from macrobatch._keras import model as models
 from macrobatch._keras import model_checks
+from macrobatch._keras.installed import Installed
 from macrobatch._keras.report import overrides
 from macrobatch._keras.tried import Tried
 from macrobatch._noise import checks as noise_checks
@@ -27,8 +28,8 @@ from macrobatch._types import Batch
 from macrobatch._workers import callbacks
 
 
-class Accumulation(Fitting):
-    """What Keras calls of one model. It is set on the instance, so that its class stays as it is.
+class Accumulation(Installed, Fitting):
+    """What Keras calls of one model.
 
     Attributes, beside those of the steps:
         tries_losses: whether examples must not meet in losses.
@@ -54,7 +55,6 @@ class Accumulation(Fitting):
         self._is_measured = False
         self.settings: Dict[str, Any] = {}
         self._own = own.own_steps(model, cut, micro_batch_weight, self.begun)
-        self._replaced: Dict[str, Any] = {}
         self._types: Optional[Callable[[], Batch]] = None  # of the batches that come next
         step = self._own.get("train_step")
         tried = None if step is None else step.tried
@@ -70,9 +70,10 @@ class Accumulation(Fitting):
             self._on_trial_again,
         )
 
-    def install(self) -> None:
-        """Replaces the methods of the model that make, build and run its steps."""
-        methods = {
+    def methods(self) -> Dict[str, Callable[..., Any]]:
+        """The methods of the model that this one stands in for, by name."""
+        methods: Dict[str, Callable[..., Any]] = {
+            "fit": self.fit,
             "train_step": self.train_step,
             "make_train_function": self.make_train_function,
             "make_test_function": self.make_test_function,
@@ -85,34 +86,9 @@ class Accumulation(Fitting):
         if not overrides(self.model, "predict_step"):
             methods["predict_step"] = self.predict_step
             methods["make_predict_function"] = self.make_predict_function
-        methods["fit"] = self.fit
         if self.guard.is_wanted:
             methods["reset_metrics"] = self.reset_metrics
-        for name, method in methods.items():
-            if name in vars(self.model):
-                self._replaced[name] = vars(self.model)[name]
-            setattr(self.model, name, method)
-        _warn_of_parts()
-        self._make_anew()
-
-    def uninstall(self) -> None:
-        """Gives the model its own methods back."""
-        for name, method in list(vars(self.model).items()):
-            if getattr(method, "__self__", None) is self:
-                delattr(self.model, name)
-        for name, method in self._replaced.items():
-            setattr(self.model, name, method)
-        self._make_anew()
-
-    def _make_anew(self) -> None:
-        """Forgets functions that were made before. In the middle of fit() Keras needs new ones."""
-        model = self.model
-        trains, tests = model.train_function is not None, model.test_function is not None
-        model.train_function = model.test_function = model.predict_function = None
-        if trains:
-            model.make_train_function()
-        if tests:
-            model.make_test_function()
+        return methods
 
     def measure(self, noise: Optional[Meter]) -> None:
         """Measures the gradient noise scale from the next batch on, or no more."""
@@ -304,21 +280,3 @@ class Accumulation(Fitting):
             type(model).make_predict_function(model, force=force)
             model.predict_function = graph.with_refusals(model.predict_function)
         return model.predict_function
-
-
-def accumulation_of(model: Any) -> Optional[Accumulation]:
-    """What was installed in a model, or None."""
-    owner = getattr(vars(model).get("train_step"), "__self__", None)
-    return owner if isinstance(owner, Accumulation) else None
-
-
-def _warn_of_parts() -> None:
-    """Lets Keras warn when a model is about to train that has an accumulated one in it."""
-    _internals.before_training(_check_parts)
-
-
-def _check_parts(model: Any) -> None:
-    if accumulation_of(model) is None:
-        parts = [part for part in _internals.layers_of(model) if accumulation_of(part) is not None]
-        if parts:
-            _checks.warn(model_checks.only_a_part(model, parts[0]))

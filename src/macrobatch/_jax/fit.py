@@ -22,6 +22,7 @@ from macrobatch._jax.steps import Steps, batch_of
 from macrobatch._jax.whole_batch import WholeBatchSteps
 from macrobatch._keras import model_checks
 from macrobatch._keras.guard import Guard
+from macrobatch._keras.installed import Installed
 from macrobatch._keras.report import overrides
 from macrobatch._keras.tried import Tried
 from macrobatch._noise import checks as noise_checks
@@ -35,8 +36,8 @@ TRAINING = [
 TESTING = [name for name in TRAINING if name != "optimizer_variables"]
 
 
-class Accumulation:
-    """What Keras calls of one model, on the instance, so that its class stays as it is.
+class Accumulation(Installed):
+    """What Keras calls of one model.
 
     Attributes:
         model, cut, micro_batch_weight: what the user gave.
@@ -75,11 +76,10 @@ class Accumulation:
             self.steps.remember,
         )
         self._looks = False  # whether the size of the first batch of a fit is to be looked at
-        self._replaced: Dict[str, Any] = {}
 
-    def install(self) -> None:
-        """Replaces the methods of the model that make and run its steps."""
-        methods = {
+    def methods(self) -> Dict[str, Callable[..., Any]]:
+        """The methods of the model that this one stands in for, by name."""
+        methods: Dict[str, Callable[..., Any]] = {
             "train_step": self.train_step,
             "make_train_function": self.make_train_function,
         }
@@ -90,31 +90,7 @@ class Accumulation:
             methods["reset_metrics"] = self.reset_metrics
         if self.steps.guard.is_wanted or self.auto is not None:
             methods["fit"] = self.fit
-        for name, method in methods.items():
-            if name in vars(self.model):
-                self._replaced[name] = vars(self.model)[name]
-            setattr(self.model, name, method)
-        _internals.before_training(_check_parts)
-        self._make_anew()
-
-    def uninstall(self) -> None:
-        """Gives the model its own methods back."""
-        for name, method in list(vars(self.model).items()):
-            if getattr(method, "__self__", None) is self:
-                delattr(self.model, name)
-        for name, method in self._replaced.items():
-            setattr(self.model, name, method)
-        self._make_anew()
-
-    def _make_anew(self) -> None:
-        """Forgets functions that were made before. In the middle of fit() Keras needs new ones."""
-        model = self.model
-        trains, tests = model.train_function is not None, model.test_function is not None
-        model.train_function = model.test_function = None
-        if trains:
-            model.make_train_function()
-        if tests:
-            model.make_test_function()
+        return methods
 
     def meter(self, every: int, decay: float) -> HostMeter:
         """What can measure the gradient noise scale of this model."""
@@ -246,17 +222,3 @@ class Accumulation:
         examples = ENGINE.examples(data)
         if self.cut.size and examples <= self.cut.size * count:
             _checks.warn(model_checks.no_accumulation(examples, self.cut.size, count))
-
-
-def accumulation_of(model: Any) -> Optional[Accumulation]:
-    """What was installed in a model, or None."""
-    owner = getattr(vars(model).get("train_step"), "__self__", None)
-    return owner if isinstance(owner, Accumulation) else None
-
-
-def _check_parts(model: Any) -> None:
-    """Warns when a model is about to train that has an accumulated one in it."""
-    if accumulation_of(model) is None:
-        parts = [part for part in _internals.layers_of(model) if accumulation_of(part) is not None]
-        if parts:
-            _checks.warn(model_checks.only_a_part(model, parts[0]))

@@ -5,7 +5,7 @@ from typing import Any, Tuple
 import keras
 
 from macrobatch import _internals
-from macrobatch._accumulate import accumulation_of
+from macrobatch._keras.installed import accumulation_of
 from macrobatch._no_trace import compiled
 
 

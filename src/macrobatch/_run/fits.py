@@ -12,8 +12,9 @@ import keras
 
 import macrobatch
 from macrobatch import _backends, _checks, _internals
-from macrobatch._accumulate import accumulate, accumulation_of, release
+from macrobatch._accumulate import accumulate, release
 from macrobatch._keras import model_checks
+from macrobatch._keras.installed import accumulation_of
 from macrobatch._sizes import limit, peaks
 
 _PACKAGE = os.path.dirname(os.path.abspath(macrobatch.__file__)) + os.sep

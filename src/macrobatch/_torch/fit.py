@@ -2,10 +2,11 @@
 
 from typing import Any, Callable, Dict, Optional
 
-from macrobatch import _checks, _internals
+from macrobatch import _checks
 from macrobatch._batches.cut import Cut
 from macrobatch._found_sizes import with_chosen
 from macrobatch._keras import model_checks
+from macrobatch._keras.installed import Installed
 from macrobatch._keras.report import overrides
 from macrobatch._keras.tried import Tried
 from macrobatch._noise import checks as noise_checks
@@ -23,8 +24,8 @@ from macrobatch._torch.whole_batch import WholeBatchSteps
 from macrobatch._types import Logs
 
 
-class Accumulation:
-    """What Keras calls of one model, on the instance, so that its class stays as it is.
+class Accumulation(Installed):
+    """What Keras calls of one model.
 
     Attributes:
         model, cut, micro_batch_weight: what the user gave.
@@ -63,11 +64,10 @@ class Accumulation:
         self._had_tried = False  # whether padding had been tried before the current batch
         self.line = Line(HERE.read)
         self._looks = False  # whether the size of the first batch of a fit is to be looked at
-        self._replaced: Dict[str, Any] = {}
 
-    def install(self) -> None:
-        """Replaces the methods of the model that make and run its steps."""
-        methods = {
+    def methods(self) -> Dict[str, Callable[..., Any]]:
+        """The methods of the model that this one stands in for, by name."""
+        methods: Dict[str, Callable[..., Any]] = {
             "fit": self.fit,
             "train_step": self.train_step,
             "make_train_function": self.make_train_function,
@@ -77,31 +77,7 @@ class Accumulation:
             methods["test_step"] = self.test_step
         if self.steps.guard.is_wanted:
             methods["reset_metrics"] = self.reset_metrics
-        for name, method in methods.items():
-            if name in vars(self.model):
-                self._replaced[name] = vars(self.model)[name]
-            setattr(self.model, name, method)
-        _internals.before_training(_check_parts)
-        self._make_anew()
-
-    def uninstall(self) -> None:
-        """Gives the model its own methods back."""
-        for name, method in list(vars(self.model).items()):
-            if getattr(method, "__self__", None) is self:
-                delattr(self.model, name)
-        for name, method in self._replaced.items():
-            setattr(self.model, name, method)
-        self._make_anew()
-
-    def _make_anew(self) -> None:
-        """Forgets functions that were made before. In the middle of fit() Keras needs new ones."""
-        model = self.model
-        trains, tests = model.train_function is not None, model.test_function is not None
-        model.train_function = model.test_function = None
-        if trains:
-            model.make_train_function()
-        if tests:
-            model.make_test_function()
+        return methods
 
     def meter(self, every: int, decay: float) -> HostMeter:
         """What can measure the gradient noise scale of this model."""
@@ -173,17 +149,3 @@ class Accumulation:
             self.steps.forget(training=False)
         with left_to_steps(self.model):
             return type(self.model).make_test_function(self.model, force=force)
-
-
-def accumulation_of(model: Any) -> Optional[Accumulation]:
-    """What was installed in a model, or None."""
-    owner = getattr(vars(model).get("train_step"), "__self__", None)
-    return owner if isinstance(owner, Accumulation) else None
-
-
-def _check_parts(model: Any) -> None:
-    """Warns when a model is about to train that has an accumulated one in it."""
-    if accumulation_of(model) is None:
-        parts = [part for part in _internals.layers_of(model) if accumulation_of(part) is not None]
-        if parts:
-            _checks.warn(model_checks.only_a_part(model, parts[0]))

@@ -10,8 +10,9 @@ from typing import Any, Callable, ContextManager, Dict, List, NamedTuple, Option
 import numpy as np
 
 from macrobatch import _backends
-from macrobatch._accumulate import accumulate, accumulation_of, release
+from macrobatch._accumulate import accumulate, release
 from macrobatch._checks import ExactnessWarning
+from macrobatch._keras.installed import accumulation_of
 from macrobatch._keras.report import overrides
 from macrobatch._keras.scope import is_seed, without
 from macrobatch._keras.trials import Seen

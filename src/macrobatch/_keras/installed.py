@@ -1,0 +1,64 @@
+"""How methods get onto one Keras model, and off it again, on any backend."""
+
+from typing import Any, Callable, Dict, Optional
+
+from macrobatch import _checks, _internals
+from macrobatch._keras import model_checks
+
+
+class Installed:
+    """What Keras calls of one model. It is set on the instance, so that its class stays as it is.
+
+    Attributes:
+        model: the model.
+    """
+
+    model: Any
+    _replaced: Dict[str, Any]
+
+    def methods(self) -> Dict[str, Callable[..., Any]]:
+        """The methods of the model that this one stands in for, by name."""
+        raise NotImplementedError
+
+    def install(self) -> None:
+        """Replaces the methods of the model that make and run its steps."""
+        self._replaced = {}
+        for name, method in self.methods().items():
+            if name in vars(self.model):
+                self._replaced[name] = vars(self.model)[name]
+            setattr(self.model, name, method)
+        _internals.before_training(_check_parts)
+        self._make_anew()
+
+    def uninstall(self) -> None:
+        """Gives the model its own methods back."""
+        for name, method in list(vars(self.model).items()):
+            if getattr(method, "__self__", None) is self:
+                delattr(self.model, name)
+        for name, method in self._replaced.items():
+            setattr(self.model, name, method)
+        self._make_anew()
+
+    def _make_anew(self) -> None:
+        """Forgets functions that were made before. In the middle of fit() Keras needs new ones."""
+        model = self.model
+        trains, tests = model.train_function is not None, model.test_function is not None
+        model.train_function = model.test_function = model.predict_function = None
+        if trains:
+            model.make_train_function()
+        if tests:
+            model.make_test_function()
+
+
+def accumulation_of(model: Any) -> Optional[Any]:
+    """What was installed in a model, or None."""
+    owner = getattr(vars(model).get("train_step"), "__self__", None)
+    return owner if isinstance(owner, Installed) else None
+
+
+def _check_parts(model: Any) -> None:
+    """Warns when a model is about to train that has an accumulated one in it."""
+    if accumulation_of(model) is None:
+        parts = [part for part in _internals.layers_of(model) if accumulation_of(part) is not None]
+        if parts:
+            _checks.warn(model_checks.only_a_part(model, parts[0]))
