@@ -21,11 +21,14 @@
 # Each target makes the environment that it needs from a Python found here. To choose one: make test PYTHON=/path/to/python
 
 PHONY_DOCS = pictures docs docs-serve test-docs test-install
-.PHONY: $(PHONY_DOCS) demo test check pytest test-all test-oldest test-backends test-jax test-torch test-hub test-tf1 pytest-tf1 mutants bench bench-peers bench-replicas clean
+.PHONY: $(PHONY_DOCS) demo test check environments pytest test-all test-oldest test-backends test-jax test-torch test-hub test-tf1 pytest-tf1 mutants bench bench-peers bench-replicas clean
 .DEFAULT_GOAL := test
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
 export PIP_DISABLE_PIP_VERSION_CHECK ?= 1
+# Python writes bytecode of what it imports. Of most modules of a backend nobody needs any.
+export PIP_NO_COMPILE ?= 1
+export PYTHONDONTWRITEBYTECODE =
 # Material for MkDocs tells of its successor in each build.
 export NO_MKDOCS_2_WARNING ?= 1
 
@@ -82,6 +85,9 @@ test-all: .venv/dev-installed .venv-jax/test-installed .venv-torch/test-installe
 
 test-oldest: .venv-oldest/dev-installed
 	.venv-oldest/bin/python $(PYTEST)
+
+# All that CI needs.
+environments: .venv/dev-installed .venv-jax/test-installed .venv-torch/test-installed $(if $(PYTHON_TF1),.venv-tf1/installed)
 
 test-backends: test-jax test-torch
 

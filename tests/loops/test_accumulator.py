@@ -117,8 +117,11 @@ def test_each_family_of_optimizers(optimizer, mode):
     def step(x, y):
         return accumulator.step(gradients_of(accumulated, x, y), weight=tf.shape(x)[0])
 
+    # XLA needs sizes; a graph of any size is traced once.
+    any_size = [tf.TensorSpec([None, *each.shape[1:]], each.dtype) for each in data(1)]
     if mode != "eager":
-        step = tf.function(step, jit_compile=mode == "compiled")
+        signature = any_size if mode == "graph" else None
+        step = tf.function(step, signature, jit_compile=mode == "compiled")
     for window in range(4):
         sizes = [2, 4, 1] if window < 3 else [3, 2]
         x, y = data(sum(sizes), seed=window)

@@ -56,7 +56,7 @@ def test_micro_batches_make_up_the_batch(examples, size):
 def test_micro_batches_in_a_graph(compiled, known, examples):
     spec = tf.TensorSpec([examples if known else None, 2], tf.float32)
 
-    @tf.function(input_signature=[spec], jit_compile=compiled)
+    @tf.function(input_signature=[spec], autograph=False, jit_compile=compiled)
     def totals(x):
         assert graph.in_xla() == compiled
         found = tf.zeros([2])
@@ -95,7 +95,7 @@ def test_batches_that_cannot_be_cut(batch, message):
 def test_batches_that_cannot_be_cut_known_only_at_run_time(compiled, sizes):
     spec = tf.TensorSpec([None], tf.float32)
 
-    @tf.function(input_signature=[spec, spec], jit_compile=compiled)
+    @tf.function(input_signature=[spec, spec], autograph=False, jit_compile=compiled)
     def examples(x, y):
         return in_order.checked((x, y), ENGINE)[1] + 0
 
@@ -109,7 +109,7 @@ def test_batches_that_cannot_be_cut_known_only_at_run_time(compiled, sizes):
 def test_one_part_that_knows_its_size_is_enough():
     """A ragged or sparse part of a batch of fixed size does not know it."""
 
-    @tf.function
+    @tf.function(autograph=False)
     def sizes(ragged, sparse, dense):
         batch, examples = in_order.checked((ragged, sparse, dense), ENGINE)
         assert examples == 6

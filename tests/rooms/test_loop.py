@@ -43,7 +43,7 @@ def run(mode, x, table, size, signature=None):
 
     if mode == "eager":
         return whole(x)
-    return tf.function(whole, signature, jit_compile=mode == "compiled")(x)
+    return tf.function(whole, signature, autograph=False, jit_compile=mode == "compiled")(x)
 
 
 @thorough_for(
@@ -94,7 +94,7 @@ def test_ragged_and_sparse_values_of_all_micro_batches(mode):
         return Loop(step, micro_batches_of(x, 2)).run([]).aux
 
     x = tf.ragged.constant([[1], [2, 3], [], [4, 5, 6], [7]])
-    ragged, nested, sparse = (whole if mode == "eager" else tf.function(whole))(x)
+    ragged, nested, sparse = (whole if mode == "eager" else tf.function(whole, autograph=False))(x)
     assert ragged.to_list() == x.to_list()
     assert nested.to_list() == [[row, [10 * n for n in row]] for row in x.to_list()]
     np.testing.assert_array_equal(tf.sparse.to_dense(sparse), x.to_tensor())
@@ -103,7 +103,7 @@ def test_ragged_and_sparse_values_of_all_micro_batches(mode):
 def test_the_step_is_traced_once():
     traces = []
 
-    @tf.function
+    @tf.function(autograph=False)
     def whole(x):
         def step(micro_batch, values, counts, how):
             traces.append(micro_batch.shape)
@@ -120,7 +120,7 @@ def test_the_step_is_traced_again_for_what_it_finds():
     """A variable that a run has written is a value of the next trace."""
     known = []
 
-    @tf.function
+    @tf.function(autograph=False)
     def whole(x):
         def step(micro_batch, values, counts, how):
             if not known:
@@ -147,7 +147,7 @@ def test_counting_leaves_out_what_counts_do_not_depend_on():
         ran.append(1)
         return x
 
-    @tf.function
+    @tf.function(autograph=False)
     def whole(x):
         def step(micro_batch, values, counts, how):
             predictions = tf.numpy_function(note, [micro_batch], tf.float32)

@@ -1,6 +1,6 @@
 """How methods get onto one Keras model, and off it again, on any backend."""
 
-from typing import Any, Callable, Dict, Optional
+from typing import Any, Callable, Dict
 
 from macrobatch import _checks, _internals
 from macrobatch._keras import model_checks
@@ -50,7 +50,7 @@ class Installed:
             model.make_test_function()
 
 
-def accumulation_of(model: Any) -> Optional[Any]:
+def accumulation_of(model: Any) -> Any:
     """What was installed in a model, or None."""
     owner = getattr(vars(model).get("train_step"), "__self__", None)
     return owner if isinstance(owner, Installed) else None
