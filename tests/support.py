@@ -169,7 +169,8 @@ def train(
 
 # How plain Keras trains, unless told otherwise: a few steps take less time than a trace. With
 # several outputs it needs `plain={}`: Keras weighs their losses in another way in eager mode.
-PLAIN = {"run_eagerly": True, "jit_compile": False}
+# Eagerly, JAX would compile each operation by itself.
+PLAIN = {} if BACKEND == "jax" else {"run_eagerly": True, "jit_compile": False}
 
 
 def check(

@@ -14,18 +14,12 @@ from jax_support import (
 from keras import layers
 
 import macrobatch
-from macrobatch._keras.first_batch import FirstBatch
 
 if len(jax.devices()) != 2:
     pytest.skip("this process has other devices", allow_module_level=True)
 
 X, Y = data(20, 4), data(20, 2, seed=1)
 BAD = [3, 12, 14]  # Of ten, nine are left, which two devices do not divide, and eight.
-
-
-@pytest.fixture(autouse=True)
-def no_trial(monkeypatch):
-    monkeypatch.setattr(FirstBatch, "try_once", lambda *args: None)
 
 
 @pytest.fixture

@@ -13,6 +13,9 @@ from jax_support import (
 )
 from keras import layers
 
+# `make test` leaves these out: test_same_cases.py has cases like them.
+thorough = pytest.mark.thorough
+
 X, Y = data(21, 4), data(21, 2, seed=1)
 
 
@@ -51,6 +54,7 @@ def test_an_epoch_of_one_micro_batch_each():
         check(dense, X, Y, micro_batch_size=100)
 
 
+@thorough
 def test_metrics_are_those_of_the_whole_batch():
     check(
         dense,
@@ -64,10 +68,12 @@ def test_metrics_are_those_of_the_whole_batch():
     )
 
 
+@thorough
 def test_regularisers_count_once():
     check(lambda: dense(kernel_regularizer="l2", activity_regularizer="l2"), X, Y)
 
 
+@thorough
 @pytest.mark.parametrize("reduction", ["sum", "mean_with_sample_weight", "sum_over_batch_size"])
 def test_reductions(reduction):
     check(
@@ -79,6 +85,7 @@ def test_reductions(reduction):
     )
 
 
+@thorough
 @pytest.mark.parametrize("reduction", ["mean_with_sample_weight", "sum_over_batch_size"])
 def test_masked_tokens(reduction):
     check(
@@ -89,6 +96,7 @@ def test_masked_tokens(reduction):
     )
 
 
+@thorough
 def test_several_outputs_with_denominators_of_their_own():
     loss = keras.losses.MeanSquaredError
     check(
@@ -108,6 +116,7 @@ def test_several_outputs_with_denominators_of_their_own():
     )
 
 
+@thorough
 @pytest.mark.parametrize(
     "optimizer",
     [
@@ -122,6 +131,7 @@ def test_optimizers_see_one_gradient(optimizer):
     check(dense, X, Y, optimizer=optimizer)
 
 
+@thorough
 def test_class_weights():
     labels = np.arange(21) % 3
     check(

@@ -9,6 +9,8 @@ from keras import layers, ops
 
 import macrobatch
 
+pytestmark = pytest.mark.examples_meet
+
 
 def contrastive(y_true, y_pred):
     similarities = ops.matmul(y_pred, ops.transpose(y_pred))

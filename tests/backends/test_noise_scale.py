@@ -11,7 +11,6 @@ from noise_by_hand import scaled, tagger
 from support import BACKEND, MODES, array, thorough
 
 import macrobatch
-from macrobatch._keras.first_batch import FirstBatch
 
 RNG = np.random.default_rng(0)
 X, Y = RNG.normal(size=[10, 4]), RNG.normal(size=[10, 1])
@@ -20,12 +19,6 @@ X, Y = RNG.normal(size=[10, 4]), RNG.normal(size=[10, 1])
 def slow_on_jax(test):
     """Leaves a test to `make test-all` where it mostly compiles, and others like it run."""
     return thorough(test) if BACKEND == "jax" else test
-
-
-@pytest.fixture(autouse=True)
-def no_trial(monkeypatch):
-    """Leaves out the trial whether examples meet, for which JAX compiles each operation."""
-    monkeypatch.setattr(FirstBatch, "try_once", lambda *args: None)
 
 
 def regularised():

@@ -13,7 +13,6 @@ from support import BACKEND, MODES, array, assert_ended, assert_same_history, en
 
 import macrobatch
 from macrobatch._accumulate import settings_of
-from macrobatch._keras.first_batch import FirstBatch
 
 SKIP = {"micro_batch_size": 3, "nonfinite": "skip"}
 RAISE = {"micro_batch_size": 3, "nonfinite": "raise"}
@@ -53,18 +52,6 @@ def batches_of(data, bad=(), size=8):
 def _again(items):
     while True:
         yield from items
-
-
-@pytest.fixture(autouse=True)
-def no_trial(request, monkeypatch):
-    """Leaves out the trial whether examples meet, for which JAX compiles each operation."""
-    if "with_trial" not in request.fixturenames:
-        monkeypatch.setattr(FirstBatch, "try_once", lambda *args: None)
-
-
-@pytest.fixture
-def with_trial():
-    pass
 
 
 @pytest.fixture
@@ -251,7 +238,8 @@ def test_warnings():
 
 
 @slow_on_jax
-def test_examples_that_meet_are_found_among_the_others(quiet, with_trial):
+@pytest.mark.examples_meet
+def test_examples_that_meet_are_found_among_the_others(quiet):
     """Numbers that are not finite show nothing."""
 
     class Centred(layers.Layer):

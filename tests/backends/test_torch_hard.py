@@ -225,6 +225,7 @@ def test_nested_inputs_with_none():
     assert_same(*models)
 
 
+@pytest.mark.examples_meet
 def test_examples_that_meet_are_found():
     def build():
         inputs = keras.Input([4])
@@ -238,6 +239,7 @@ def test_examples_that_meet_are_found():
         model.fit(X, Y, batch_size=8, verbose=0)
 
 
+@pytest.mark.examples_meet
 def test_a_trial_changes_nothing():
     """With the trial and without: the same draws afterwards."""
     ends = []

@@ -24,6 +24,9 @@ class Case:
             less time than a trace.
         quick: in which of these `make test` runs it. The others are left to `make test-all`.
         backends: on which backends of Keras the case can run.
+        elsewhere: where `make test-backends` runs it: "jax" and "torch" are what these backends do
+            unless told otherwise, "jax-eager" is another mode. By default on torch, and on JAX,
+            which takes seconds to compile a model, if `make test` makes a graph of it.
         wrong_metrics: on which backends plain Keras reports wrong metrics of it: masks do not count
             in training on JAX, and they are multiplied into the user's weights on torch. There,
             weights and losses are compared.
@@ -39,6 +42,7 @@ class Case:
     modes: str = EVERYWHERE
     quick: str = EVERYWHERE
     backends: str = BACKENDS
+    elsewhere: Optional[str] = None
     wrong_metrics: str = ""
     filters: List[str] = field(default_factory=list)
     micro_batch_size: int = 3
@@ -50,12 +54,22 @@ class Case:
         modes = [each for each in self.modes.split() if each in MODES] or list(MODES)
         if self.per_mode:
             return self._trained(mode if mode in MODES else modes[0])
-        return self._trained("eager" if "eager" in modes else modes[0])
+        # Eagerly, JAX compiles each operation by itself.
+        best = next(iter(MODES)) if support.BACKEND == "jax" else "eager"
+        return self._trained(best if best in modes else modes[0])
 
     @functools.lru_cache(maxsize=None)  # noqa: B019 - cases live as long as the process
     def _trained(self, mode):
         build = self.reference or self.build
         return ended(*train(build, self.x, self.y, **{**self.options, **MODES[mode]}))
+
+    def is_quick_elsewhere(self, mode):
+        """Whether `make test-backends` runs the case in a mode of this backend."""
+        has_graph = not {"graph", "compiled"}.isdisjoint(self.quick.split())
+        default = "torch jax" if has_graph else "torch"
+        chosen = default if self.elsewhere is None else self.elsewhere
+        is_usual = mode == next(iter(MODES))
+        return (support.BACKEND if is_usual else f"{support.BACKEND}-{mode}") in chosen.split()
 
     def check(self, mode, monkeypatch):
         """Trains the model accumulated; it ends where plain Keras ends."""

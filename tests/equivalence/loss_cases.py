@@ -243,7 +243,7 @@ def regularized():
     return linear(layers.Dense(2, activity_regularizer="l2"), **first)
 
 
-CASES["regularizers"] = case(regularized, X, Y)
+CASES["regularizers"] = case(regularized, X, Y, elsewhere="jax jax-not-compiled torch")
 CASES["add_loss-vectors"] = case(
     lambda: linear(Penalty(True), layers.Dense(2)),
     X,

@@ -74,6 +74,15 @@ FITTED = {
     "loss_scale": "eager replicas",
     "schedule": "graph eager",
 }
+# On other backends, one of each kind.
+ELSEWHERE = {
+    "adam": "jax torch torch-compiled",
+    "clipnorm": "torch",
+    "ema": "torch",
+    "global_clipnorm": "jax torch",
+    "loss_scale": "torch",
+    "schedule": "jax torch",
+}
 for name, make in OPTIMIZERS.items():
     CASES[f"optimizer-{name}"] = case(
         dense,
@@ -83,6 +92,7 @@ for name, make in OPTIMIZERS.items():
         # Replicas refuse to overwrite weights by their averages.
         modes="graph eager compiled" if name == "ema" else "graph eager compiled replicas",
         quick=FITTED.get(name, "eager"),
+        elsewhere=ELSEWHERE.get(name, ""),
     )
 CASES["constraint"] = case(
     lambda: linear(kernel_constraint=keras.constraints.MaxNorm(0.5)), X, Y, quick="eager"
@@ -93,7 +103,9 @@ CASES["constraint"] = case(
 CASES["sequential"] = case(
     lambda: keras.Sequential([layers.Dense(4), layers.Dense(2)]), X, Y, quick="graph"
 )
-CASES["subclassed"] = case(Subclassed, X, Y, quick="graph eager")
+CASES["subclassed"] = case(
+    Subclassed, X, Y, quick="graph eager", elsewhere="jax jax-eager torch torch-compiled"
+)
 CASES["nested"] = case(nested, X, Y, quick="graph")
 CASES["frozen"] = case(frozen, X, Y, quick="eager")
 CASES["convolutional"] = case(

@@ -58,7 +58,7 @@ MAY_IMPORT = {
         "_own_steps",
         "_sizes",
     },
-    "_gradient_noise_scale": {*SHARED, "_noise", "_accumulate"},
+    "_gradient_noise_scale": {*SHARED, "_keras", "_noise"},
     "_accumulate": {*SHARED, "_batches", "_keras", "_sizes"},
     "_no_trace": {*SHARED, "_batches", "_keras", "_accumulate"},
     "_verify": {
