@@ -73,7 +73,7 @@ check: .venv/dev-installed
 	.venv/bin/mypy
 
 # Neighbours stay in one process as long as both have work: they share what they compare with.
-PYTEST = -m pytest -n 3 --dist worksteal --durations 10
+PYTEST = -m pytest -n 2 --dist worksteal --durations 10
 
 pytest: .venv/dev-installed
 	.venv/bin/python $(PYTEST)

@@ -133,7 +133,7 @@ def train(
     *,
     cut=None,
     batch_size=8,
-    epochs=2,
+    epochs=1,
     optimizer=lambda: keras.optimizers.SGD(0.1, momentum=0.9),
     fit=None,
     before=None,

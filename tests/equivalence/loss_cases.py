@@ -291,5 +291,6 @@ CASES["metrics"] = case(
     ],
     weighted_metrics=lambda: [keras.metrics.Recall(name="r")],
     fit={"sample_weight": np.arange(N), "validation_data": (data(11, 4), CLASSES[:11])},
+    epochs=2,  # Metrics start anew in each.
     quick="graph eager",
 )

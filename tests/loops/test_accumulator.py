@@ -137,7 +137,7 @@ def test_each_family_of_optimizers(optimizer, mode):
     assert_same(accumulated.trainable_variables, plain.trainable_variables)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_any_window(data):
     """Any number of micro-batches with any weights, each with some of the gradients."""

@@ -45,6 +45,7 @@ ROOMS = (
 ALL = [mutant for room in ROOMS for mutant in room.MUTANTS]
 TIMEOUT = 300  # replicas that disagree may wait for each other for ever
 AT_ONCE = 2
+MANY = 20  # tests that are worth the start of more processes
 
 
 class Run(NamedTuple):
@@ -71,8 +72,8 @@ def copy_with(mutant: Mutant, folder: str) -> str:
     return ""
 
 
-def start_tests(tests: List[str], source: str, output: str) -> int:
-    """Starts a process that runs tests with the package in a folder. Returns its id."""
+def start_tests(arguments: List[str], source: str, output: str) -> int:
+    """Starts a process that runs pytest, with the package in a folder. Returns its id."""
     process = os.fork()
     if process:
         return process
@@ -91,7 +92,7 @@ def start_tests(tests: List[str], source: str, output: str) -> int:
 
     code = 3
     try:
-        code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *tests]))
+        code = int(pytest.main(["-q", "-x", "-p", "no:cacheprovider", *arguments]))
         sys.stdout.flush()
     finally:
         os._exit(code)
@@ -156,10 +157,11 @@ def main(words: List[str]) -> int:
 
     gc.freeze()
     print("Nothing broken: ", end="", flush=True)
-    tests = tuple(dict.fromkeys(test for m in chosen for test in m.tests))
+    tests = list(dict.fromkeys(os.path.join("tests", test) for m in chosen for test in m.tests))
+    options = ["-n", str(AT_ONCE), "--dist", "worksteal"] if len(tests) > MANY else []
     with tempfile.TemporaryDirectory() as folder:
         output = os.path.join(folder, "output")
-        process = start_tests([os.path.join("tests", test) for test in tests], SOURCE, output)
+        process = start_tests([*options, *tests], SOURCE, output)
         _, status = os.waitpid(process, 0)
         outcome = outcome_of(os.WEXITSTATUS(status), output)
     print(outcome.replace("SURVIVED", "all pass"), flush=True)
