@@ -72,8 +72,9 @@ check: .venv/dev-installed
 	.venv/bin/ruff check .
 	.venv/bin/mypy
 
-# Neighbours stay in one process as long as both have work: they share what they compare with.
-PYTEST = -m pytest -n 2 --dist worksteal --durations 10
+# Neighbours stay in one process as long as both have work: they share what they compare with. Three
+# processes: some tests wait, for processes of their own.
+PYTEST = -m pytest -n 3 --dist worksteal --durations 10
 
 pytest: .venv/dev-installed
 	.venv/bin/python $(PYTEST)

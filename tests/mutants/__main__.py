@@ -102,9 +102,10 @@ def outcome_of(code: int, output: str) -> str:
     """What became of a mutant: "killed" is what it should be."""
     with open(output) as file:
         lines = file.read().splitlines()
-    if code == 1:
-        # Which test, and why: what a mutant breaks may be something else than it is meant to.
-        failed = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    # Which test, and why: what a mutant breaks may be something else than it is meant to. Several
+    # processes of pytest are interrupted by a failure, which is code 2.
+    failed = [line for line in lines if line.startswith("FAILED")]
+    if code == 1 or (code == 2 and failed):
         return "killed: " + failed[0].split("::", 1)[-1][:150] if failed else "killed"
     if code == 0:
         return "SURVIVED"
