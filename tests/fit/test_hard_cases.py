@@ -355,6 +355,7 @@ def test_a_model_with_an_accumulated_part_says_that_it_is_not_accumulated():
         outer.fit(X, Y, verbose=0)
 
 
+@pytest.mark.examples_meet
 def test_nothing_is_kept_of_models_that_are_gone():
     import weakref
 

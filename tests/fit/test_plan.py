@@ -14,6 +14,7 @@ from test_accumulator_everywhere import mirrored
 from verify_models import X, Y, compiled, mlp
 
 import macrobatch
+from macrobatch._accumulate import settings_of
 from macrobatch._no_trace.unchanged import Values, unchanged, variables_of
 from macrobatch._plan import find, search
 from macrobatch._plan.plot import draw
@@ -313,6 +314,14 @@ def test_nothing_changes(build):
         history = model.fit(X, Y, batch_size=7, verbose=0, shuffle=False).history
         ends.append((drawn, history, [np.array(v).tolist() for v in model.variables]))
     assert ends[0] == ends[1]
+
+
+def test_each_size_has_a_model_of_its_own():
+    """Sizes take turns: a model that they shared would have the size of the last one."""
+    model = mlp()
+    trials = [Trial(model, (X, Y, None), EXAMPLES, size, {}) for size in (None, 2, 4)]
+    found = [settings_of(each) for each in (model, *(trial._model for trial in trials))]
+    assert found == [None, None, {"micro_batch_size": 2}, {"micro_batch_size": 4}]
 
 
 class OwnCompile(keras.Sequential):

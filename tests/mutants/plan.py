@@ -132,7 +132,7 @@ MUTANTS = [
         TRIAL,
         "self._model, _ = twin(model, as_it_trains=True)",
         "self._model = model",
-        (OF_PLAN + "what_was_never_trained_stays_so", OF_PLAN + "nothing_changes"),
+        (OF_PLAN + "each_size_has_a_model_of_its_own",),
     ),
     Mutant(
         "plan: trained values are not put back",
