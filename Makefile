@@ -1,9 +1,9 @@
 # make demo            train a small network in three ways, and compare (some minutes);
 #                      make demo BACKEND=jax, or torch, with Keras on another backend
-# make test            check, then the tests that are not marked thorough (about 13 minutes on two cores); CI runs this, test-backends and test-tf1
+# make test            check, then the tests that are not marked thorough (about ten minutes on two cores); CI runs this, test-backends and test-tf1
 # make test-all        all tests, with those marked thorough (about an hour)
 # make check           formatting, lint and types
-# make mutants         break the package in many ways, one at a time, and see whether a test notices (under half an hour)
+# make mutants         break the package in many ways, one at a time, and see whether a test notices (a quarter of an hour)
 # make test-oldest     the tests with the oldest supported TensorFlow and Keras (.ci/oldest.txt)
 # make test-backends   the equivalence cases, and more, with Keras on JAX and on torch, without TensorFlow (.ci/backends.txt)
 # make test-hub        a model of KerasHub with LoRA: the script and the notebook (keras-hub brings tensorflow-text, and that TensorFlow)
