@@ -304,4 +304,11 @@ MUTANTS = [
         "    if False:\n",
         (HARD + "test_a_model_with_an_accumulated_part_says_that_it_is_not_accumulated",),
     ),
+    Mutant(
+        "update: an optimizer gets other gradients",
+        "_tensorflow/update.py",
+        "optimizer.apply_gradients(list(zip(gradients, variables)), **(arguments or {}))",
+        "optimizer.apply_gradients([(-g, v) for g, v in zip(gradients, variables)])",
+        ("rooms/test_update.py::test_each_optimizer",),
+    ),
 ]
