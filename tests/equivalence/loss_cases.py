@@ -43,7 +43,7 @@ def mse(reduction):
 for reduction in REDUCTIONS:
     quick = "graph" if reduction == "sum_over_batch_size" else "eager"
     CASES[f"reduction-{reduction}"] = case(dense, X, Y, loss=mse(reduction), quick=quick)
-    others = {"sum_over_batch_size": "replicas", "mean_with_sample_weight": "graph compiled"}
+    others = {"sum_over_batch_size": "replicas", "mean_with_sample_weight": "graph"}
     CASES[f"reduction-{reduction}-weights"] = case(
         dense,
         X,
@@ -81,7 +81,7 @@ def masks(reduction, fit=None, **options):
 
 
 for reduction in REDUCTIONS:
-    others = {"sum_over_batch_size": "graph replicas", "mean": "compiled"}
+    others = {"sum_over_batch_size": "graph replicas"}
     CASES[f"mask-{reduction}"] = masks(
         reduction, quick=others.get(reduction, "eager"), wrong_metrics="jax"
     )
@@ -98,7 +98,7 @@ for reduction in REDUCTIONS:
     )
 
 CASES["no-token-in-a-micro-batch"] = case(
-    masked, padded(zero_in_first=4), TAGS, loss=crossentropy(), quick="graph eager replicas"
+    masked, padded(zero_in_first=4), TAGS, loss=crossentropy(), quick="graph replicas"
 )
 CASES["no-token-in-a-batch"] = case(
     masked, padded(zero_in_first=9), TAGS, loss=crossentropy(), quick="eager"

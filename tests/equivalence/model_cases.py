@@ -33,7 +33,7 @@ CASES = {}
 for examples in (16, 17, 5):
     x, y = data(examples, 4), data(examples, 2, seed=1)
     CASES[f"{examples}-examples-one-by-one"] = case(
-        dense, x, y, micro_batch_size=1, quick="graph replicas" if examples == 5 else "graph"
+        dense, x, y, micro_batch_size=1, quick="graph" if examples == 5 else ""
     )
     CASES[f"{examples}-examples-seven"] = case(
         dense,
@@ -76,8 +76,8 @@ FITTED = {
     "ema": "eager",
     "weight_decay": "eager",
     "clipnorm": "eager replicas",
-    "global_clipnorm": "eager compiled replicas",
-    "loss_scale": "eager replicas",
+    "global_clipnorm": "eager replicas",
+    "loss_scale": "eager",
     "schedule": "graph eager",
 }
 # On other backends, one of each kind.
@@ -123,7 +123,7 @@ CASES["convolutional"] = case(
 )
 CASES["shared"] = case(shared, [X, data(19, 4, seed=4)], Y, quick="eager")
 CASES["variables-without-gradient"] = case(
-    PartlyUnused, X, Y, filters=["ignore:Gradients do not exist"], quick="graph replicas"
+    PartlyUnused, X, Y, filters=["ignore:Gradients do not exist"], quick="graph"
 )
 
 used = data(16, 4)

@@ -121,6 +121,7 @@ def test_batches_that_come_once(monkeypatch):
     assert_same(expected, model)
 
 
+@pytest.mark.eager
 def test_train_on_batch_and_evaluate(monkeypatch):
     expected = compiled(dense())
     narrow(monkeypatch, 4 * 5)
@@ -156,6 +157,7 @@ def test_replicas_have_one_size(is_watched, monkeypatch):
     assert max(history["micro_batch_size"]) <= 4
 
 
+@pytest.mark.eager
 @pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
 def test_synchronized_layers_need_a_number():
     with mirrored(2).scope():
@@ -189,6 +191,7 @@ def test_sequences(unit, monkeypatch):
     assert all(1 <= size <= 64 for size in history[unit])
 
 
+@pytest.mark.eager
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_longer_batches_later_run_out_again(monkeypatch):
     def generate():
@@ -282,6 +285,7 @@ def test_another_size_needs_no_other_trace():
     assert len(traced) == count
 
 
+@pytest.mark.eager
 def test_nothing_fits(monkeypatch):
     monkeypatch.setattr(Room, "most", 3)
     model = macrobatch.accumulate(compiled(dense()))
@@ -342,6 +346,7 @@ def test_draws_of_tf_random_show_the_size():
     assert accumulation_of(model).shows_size is True
 
 
+@pytest.mark.eager
 def test_another_error_is_none_of_our_business():
     def fail(y_true, y_pred):
         with tf.control_dependencies(
@@ -466,6 +471,7 @@ def test_history_with_callbacks_of_the_users_own(tmp_path):
     assert "micro_batch_size" in fitted(model, callbacks=callbacks, epochs=1)
 
 
+@pytest.mark.eager
 def test_release_takes_everything_back():
     model = macrobatch.release(macrobatch.accumulate(compiled(dense())))
     assert "fit" not in vars(model)

@@ -104,6 +104,7 @@ def test_one_warning_that_names_the_layer():
     assert len([w for w in caught if w.category is macrobatch.ExactnessWarning]) == 1
 
 
+@pytest.mark.eager
 @pytest.mark.filterwarnings("error::macrobatch.ExactnessWarning")
 def test_no_warning_for_a_frozen_layer():
     model = keras.Sequential(
@@ -113,6 +114,7 @@ def test_no_warning_for_a_frozen_layer():
     macrobatch.accumulate(model, 3).fit(X, Y, batch_size=8, verbose=0)
 
 
+@pytest.mark.eager
 def test_a_layer_that_is_called_twice_decays_once_per_micro_batch():
     def build():
         inputs = keras.Input([5, 2])

@@ -194,6 +194,7 @@ def test_layers_in_which_examples_meet(layer, size):
     assert "LayerNormalization" in message
 
 
+@pytest.mark.eager
 def test_micro_batches_of_one():
     assert "contrastive" in said_of(build(), loss=contrastive, size=1)[0]
     assert "culprit" in said_of(build(Centred(name="culprit")), size=1)[0]
@@ -255,6 +256,7 @@ def test_causes_beside_each_other_are_all_named():
     assert "'contrastive'. " in of_losses
 
 
+@pytest.mark.eager
 def test_batch_normalization_hides_nothing_and_causes_nothing():
     normalized = [layers.BatchNormalization(), layers.Dense(5, activation="tanh")]
     assert said_of(build(*normalized, layers.BatchNormalization()), strict=False) == []

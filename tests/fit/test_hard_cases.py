@@ -56,6 +56,7 @@ class PerExample(keras.losses.Loss):
         return ops.mean(ops.square(y - y_pred), -1)
 
 
+@thorough_for("compiled")
 @pytest.mark.parametrize("mode", list(MODES))
 def test_a_loss_without_reduction_beside_a_mean(mode):
     """Keras adds the mean to the value of each example."""
@@ -112,6 +113,7 @@ def test_a_bad_weight_of_a_micro_batch_changes_nothing(weight, eagerly):
         np.testing.assert_array_equal(left, right)
 
 
+@pytest.mark.eager
 @pytest.mark.parametrize("wrong", [None, "3"])
 def test_what_functions_of_the_user_return_is_checked(wrong):
     model = dense()
@@ -129,6 +131,7 @@ def test_what_functions_of_the_user_return_is_checked(wrong):
 # Batches
 
 
+@pytest.mark.eager
 @thorough_for("ragged")
 @pytest.mark.parametrize("kind", ["ragged", "sparse"])
 def test_a_batch_of_fixed_size_whose_first_part_does_not_know_it(kind):
@@ -343,6 +346,7 @@ def test_accumulate_and_release_in_the_middle_of_fit():
     assert_same(plain, later)
 
 
+@pytest.mark.eager
 def test_a_model_with_an_accumulated_part_says_that_it_is_not_accumulated():
     inner = macrobatch.accumulate(dense(), 3)
     outer = keras.Sequential([keras.Input([4]), inner])
@@ -439,6 +443,7 @@ def test_a_micro_batch_without_weight_counts_nothing(mode):
     check(build, X[:16], y[:16], micro_batch_weight=positive, **MODES[mode])
 
 
+@pytest.mark.eager
 @pytest.mark.parametrize("kind", ["ragged", "sparse"])
 def test_added_values_for_each_example_of_what_is_not_dense(kind):
     class Model(keras.Model):

@@ -73,6 +73,7 @@ def test_before_and_after_compile_and_again_with_another_size():
     assert set(sizes.seen) == {8}
 
 
+@pytest.mark.eager
 def test_release_restores_the_plain_step():
     plain, released = build_pair(dense)
     for model in (plain, released):
@@ -107,6 +108,7 @@ def test_tokens_are_counted_without_predictions(cut):
     assert sizes.seen == ([3, 3, 1] if axis is None else [3, 4])
 
 
+@pytest.mark.eager
 def test_recompiling_keeps_accumulating():
     plain, accumulated = build_pair(dense)
     compiled(accumulated)
@@ -131,6 +133,7 @@ def test_evaluation_and_prediction_are_cut_too():
     assert max(sizes.seen) == 3
 
 
+@pytest.mark.eager
 def test_a_test_step_of_the_users_is_left_alone():
     class Own(keras.Sequential):
         def test_step(self, data):
@@ -266,6 +269,7 @@ def test_own_metrics(mode):
     check(build, X, Y, **MODES[mode])
 
 
+@pytest.mark.eager
 def test_an_own_metrics_property():
     class Own(OwnMetrics):
         @property
@@ -291,6 +295,7 @@ def test_no_trained_weights():
         fit(model)
 
 
+@pytest.mark.eager
 @pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
 def test_an_own_compute_loss_of_several_outputs():
     class Own(keras.Model):
@@ -534,6 +539,7 @@ def test_a_failure_changes_nothing(mode, where):
 # Randomness
 
 
+@pytest.mark.eager
 def test_each_micro_batch_draws_fresh_numbers_and_runs_can_be_repeated():
     ends = []
     for _ in range(2):

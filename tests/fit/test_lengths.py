@@ -259,6 +259,7 @@ def test_weights_of_tokens(reduction, mode):
     )
 
 
+@pytest.mark.eager
 def test_a_weight_makes_an_example_longer():
     """Tokens are 0 there, but count."""
     x, y, real = tokens_of()
@@ -335,6 +336,7 @@ def test_an_output_with_a_mask_beside_one_with_weights(mode):
     check(build, x, {"a": y, "b": y}, fit={"sample_weight": weights}, plain={}, **how)
 
 
+@pytest.mark.eager
 def test_an_input_that_is_as_large_as_sequences_but_fixed():
     tokens = keras.Input([None], dtype="int32", name="tokens")
     features = keras.Input([POSITIONS], name="features")
@@ -349,6 +351,7 @@ def test_an_input_that_is_as_large_as_sequences_but_fixed():
     check(build, [x, features_of_all], x[:, :1] * 0.1, cut=CUTS["size"])
 
 
+@pytest.mark.eager
 def test_lengths_of_real_numbers():
     """A function gives the lengths of what is no integer."""
     rng = np.random.default_rng(0)
@@ -380,6 +383,7 @@ def test_a_model_that_is_not_built_is_built_for_any_length():
     assert model.predict(x[:2, :4], verbose=0).shape == (2, CLASSES)
 
 
+@pytest.mark.eager
 def test_evaluate_cuts_too_and_predict_keeps_the_order():
     x, y, _ = tokens_of()
     results = []
@@ -499,6 +503,7 @@ def assert_whole(found, table, kernel, batch):
     assert aux["none"] is None
 
 
+@thorough_for("cut0-graph")
 @pytest.mark.parametrize("mode", ["eager", "graph"])
 @pytest.mark.parametrize("cut", [{"micro_batch_size": 4}, {"micro_batch_tokens": 20}])
 def test_value_and_gradients(mode, cut):
@@ -640,6 +645,7 @@ def test_a_loss_that_depends_on_padding(mode):
     assert_refused(model, "The loss, or a layer before it, depends on padding", x, y)
 
 
+@pytest.mark.eager
 @pytest.mark.parametrize(
     "layer",
     [pytest.param(layers.BatchNormalization, marks=thorough), layers.GlobalAveragePooling1D],
@@ -730,6 +736,7 @@ class Total(keras.metrics.Metric):
         return self.total
 
 
+@pytest.mark.eager
 def test_a_metric_that_depends_on_padding():
     x, y, real = tokens_of()
     model = compiled_tagger(metrics=[Total()])
@@ -738,6 +745,7 @@ def test_a_metric_that_depends_on_padding():
     assert_refused(model, match, x, y, sample_weight=real)
 
 
+@pytest.mark.eager
 def test_dropout_does_not_look_like_padding():
     x, y, _ = tokens_of()
     tokens = keras.Input([None], dtype="int32")
@@ -765,6 +773,7 @@ def pooling(layer, **head):
     return keras.Model(tokens, layers.Dense(CLASSES, **head)(hidden))
 
 
+@pytest.mark.eager
 def test_a_layer_behind_which_all_is_0_at_first():
     x, y, _ = tokens_of()
     model = pooling(layers.GlobalAveragePooling1D(), kernel_initializer="zeros")
@@ -778,6 +787,7 @@ class OnlyInTraining(layers.Layer):
         return tf.reduce_mean(x, 1) if training else x[:, 0]
 
 
+@pytest.mark.eager
 def test_testing_tells_nothing_about_training():
     x, y, _ = tokens_of()
     model = compiled_tagger(model=pooling(OnlyInTraining()))
@@ -786,6 +796,7 @@ def test_testing_tells_nothing_about_training():
     assert_refused(model, "a layer before it, depends on padding", x, y[:, 0], error=ValueError)
 
 
+@pytest.mark.eager
 def test_another_loss_is_tried_again():
     x, y, real = tokens_of()
     model = compiled_tagger()

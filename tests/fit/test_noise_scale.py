@@ -203,6 +203,7 @@ def test_updates_that_are_not_measured_run_a_function_of_their_own(steps, monkey
     assert weights[-1][0] == 15
 
 
+@pytest.mark.eager
 def test_measures_only_in_its_own_fit():
     """Also if that is interrupted: the next one has the plain step, and its logs."""
     model = compiled(regularised)
@@ -217,6 +218,7 @@ def test_measures_only_in_its_own_fit():
     assert list(model.fit(X, Y, batch_size=5, verbose=0).history) == ["loss"]
 
 
+@pytest.mark.eager
 @pytest.mark.filterwarnings("ignore:Nothing is being accumulated")
 def test_a_batch_that_is_not_cut_tells_nothing(capsys):
     model = compiled(regularised)
@@ -303,6 +305,7 @@ def as_is(function):
     return function
 
 
+@thorough_for("means-compiled")
 @pytest.mark.parametrize(
     "function",
     [as_is, tf.function, pytest.param(lambda f: tf.function(f, jit_compile=True), id="compiled")],

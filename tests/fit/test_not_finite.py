@@ -167,6 +167,7 @@ def test_sequences_by_length(cut, quiet):
     check(tagger, (TOKENS, with_bad(labels)), (TOKENS, labels), cut=cut)
 
 
+@pytest.mark.eager
 def test_a_trial_that_showed_nothing_is_made_again(quiet):
     """A loss that depends on padding is refused, although all of the first batch is bad."""
 
@@ -309,6 +310,7 @@ def test_warnings():
     assert logs == {"loss": 0.0, "mae": 0.0, "skipped_examples": 8.0}
 
 
+@pytest.mark.eager
 def test_examples_that_are_bad_only_together():
     """The sum of two losses overflows, and each of them does not. No half of the group is bad."""
     model = keras.Sequential([keras.Input([4]), layers.Dense(1)])
@@ -383,6 +385,7 @@ def test_an_error_on_replicas():
     assert_ended(before, model, 0)
 
 
+@pytest.mark.eager
 @pytest.mark.parametrize("nonfinite", ["skip", "raise"])
 def test_examples_that_are_not_at_fault(nonfinite):
     """All of them would be taken for bad."""
@@ -398,6 +401,7 @@ def test_examples_that_are_not_at_fault(nonfinite):
         model.train_on_batch(X[:8], Y[:8])
 
 
+@pytest.mark.eager
 def test_a_dynamic_loss_scale():
     """As with GradientAccumulator: overflows are for the optimizer to see."""
 
@@ -444,6 +448,7 @@ def test_what_it_does_not_go_with():
         model.fit(X[:8], Y[:8], batch_size=8, verbose=0)
 
 
+@pytest.mark.eager
 def test_settings():
     model = mlp()
     macrobatch.accumulate(model, **SKIP)

@@ -376,6 +376,7 @@ def mean_over_tokens(self, data):
     return {"loss": self.own.result(), "raw": loss}
 
 
+@pytest.mark.eager
 def test_a_mean_over_something_else():
     """With `micro_batch_weight`, also where a micro-batch has no weight at all."""
 

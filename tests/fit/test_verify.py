@@ -456,6 +456,7 @@ class OwnStep(keras.Model):
         return {"loss": loss}
 
 
+@pytest.mark.eager
 @pytest.mark.examples_meet
 def test_a_train_step_of_the_users_own():
     model = OwnStep()

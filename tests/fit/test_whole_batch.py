@@ -299,6 +299,7 @@ def test_mixed_precision_with_a_loss_scale():
     assert float(model.optimizer.dynamic_scale) == float(reference.optimizer.dynamic_scale)
 
 
+@pytest.mark.eager
 def test_gradients_of_a_tiny_loss_do_not_vanish_in_float16():
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("mixed_float16")
@@ -350,6 +351,7 @@ def warnings_of(build, loss, cut=CUT, y=Y):
     return [str(w.message) for w in caught if w.category is macrobatch.ExactnessWarning]
 
 
+@pytest.mark.eager
 @pytest.mark.parametrize(
     ("build", "loss"), [(dense, scalar), (temperature, None)], ids=["scalar", "compute_loss"]
 )

@@ -99,7 +99,7 @@ def assert_same(left, right, tolerance=1e-10):
 def families():
     """Each optimizer in each mode. XLA takes seconds to compile each: one stands for the rest."""
     for optimizer in OPTIMIZERS:
-        quick = ["graph"] if optimizer.endswith("Adam") or "legacy" in optimizer else ["eager"]
+        quick = ["graph"] if optimizer.endswith("Adam") else ["eager"]
         quick += ["compiled"] if optimizer == next(iter(OPTIMIZERS)) else []
         for mode in ("eager", "graph", "compiled"):
             marks = [] if mode in quick else pytest.mark.thorough

@@ -291,6 +291,7 @@ def test_replicas_that_come_to_different_losses_are_refused():
 # What is refused
 
 
+@thorough_for("from a seed-compiled")
 @pytest.mark.parametrize(
     ("mode", "match"),
     [("eager", "other outputs in the second pass"), ("graph", "Random"), ("compiled", "Random")],

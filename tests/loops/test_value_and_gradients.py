@@ -117,6 +117,7 @@ def test_each_form_of_loss(form, mode):
     check_form(form, mode, 3, data())
 
 
+@thorough_for("1-compiled", "9-compiled")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("micro_batch_size", [1, 7, 9])
 def test_each_size(micro_batch_size, mode):
@@ -693,6 +694,7 @@ def test_in_a_train_step_of_a_model():
     assert_close(models[1].variables, models[0].variables)
 
 
+@thorough_for("unknown size", "scalar and weight-compiled")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("form", ["losses and weights", "scalar and weight"])
 def test_weights_that_are_learned(form, mode):
