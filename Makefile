@@ -74,7 +74,7 @@ check: .venv/dev-installed
 
 # Neighbours stay in one process as long as both have work: they share what they compare with. Three
 # processes: some tests wait, for processes of their own.
-PYTEST = -m pytest -n 4 --dist worksteal --durations 10
+PYTEST = -m pytest -n 3 --dist worksteal --durations 10
 
 pytest: .venv/dev-installed
 	.venv/bin/python $(PYTEST)
