@@ -10,6 +10,7 @@ import tensorflow as tf
 from keras_contenders import versions  # noqa: F401 (contender.py asks for it)
 
 import macrobatch
+from macrobatch._fit.meeting import Meeting
 
 layers = keras.layers
 
@@ -91,6 +92,27 @@ def counted(owner, name):
         setattr(owner, name, method)
 
 
+@contextlib.contextmanager
+def timed(owner, name):
+    """The processor time of the calls of a method of a class: an item for each of them."""
+    times = []
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def timing(*args, **kwargs):
+        start = time.process_time()
+        try:
+            return method(*args, **kwargs)
+        finally:
+            times.append(time.process_time() - start)
+
+    setattr(owner, name, timing)
+    try:
+        yield times
+    finally:
+        setattr(owner, name, method)
+
+
 class Clock(keras.callbacks.Callback):
     """Notes the processor time of this process, all threads of it, when a batch has ended."""
 
@@ -110,14 +132,16 @@ class FirstCall:
     def first(self):
         """Processor time and forward traces of the first call, and graphs of a second one."""
         clock = Clock()
-        with counted(type(self.model), "call") as traces:
+        with counted(type(self.model), "call") as traces, timed(Meeting, "try_once") as trials:
             start = time.process_time()
             self.call(self.batches, callbacks=[clock], verbose=0)
         # Whatever is traced, the model or an optimizer or a part of a loop, becomes a graph.
         with counted(tf.__internal__.FuncGraph, "__init__") as graphs:
             self.call(self.batches, callbacks=[Clock()], verbose=0)
+        seconds = clock.end - start
         return {
-            "seconds": clock.end - start,
+            "seconds": seconds,
+            "share of the trial": sum(trials) / seconds,
             "traces": len(traces),
             "graphs again": len(graphs),
         }

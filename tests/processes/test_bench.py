@@ -87,7 +87,7 @@ def test_a_failed_contender_keeps_its_row_and_loses_no_other():
     assert verdicts["extra memory over plain: Keras"][0] == "a contender failed"
 
 
-def first_step_results(again=0):
+def first_step_results(again=0, share=0.05):
     """Times of all contenders of the first step: what plain Keras does takes 1 or 2 seconds."""
     import first_step
 
@@ -96,6 +96,7 @@ def first_step_results(again=0):
         is_plain = name.endswith(first_step.PLAIN)
         seconds = (1.0 if "mobilenet" in name else 2.0) * (1.0 if is_plain else 1.5)
         counts = {"traces": [2 if is_plain else 1], "graphs again": [0 if is_plain else again]}
+        counts["share of the trial"] = [0.0 if is_plain else share]
         contenders[name] = {"label": name, "seconds": [seconds], **counts}
     return {"contenders": contenders}
 
@@ -113,6 +114,17 @@ def test_a_first_step_is_compared_with_the_plain_one_of_its_model():
     missed = [text for text, verdict in verdicts.items() if verdict == "**MISSED** by 0.25 x"]
     assert len(missed) == 8
     assert not any("sequence_axis" in text for text in missed)
+
+
+@pytest.mark.parametrize(("share", "verdict"), [(0.08, "met"), (0.13, "**MISSED** by 0.030")])
+def test_the_trial_takes_a_small_part_of_a_first_step(share, verdict):
+    import report
+    import sections
+
+    section = sections.all_sections()["first-step"]
+    rows = report.target_table(section, first_step_results(share=share))
+    verdicts = [row[3] for row in rows if "the trial" in row[0]]
+    assert verdicts == [verdict] * 5
 
 
 @pytest.mark.parametrize(("again", "verdict"), [(0, "met"), (2, "**MISSED** by 2")])
