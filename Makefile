@@ -1,12 +1,13 @@
 # make demo            train a small network in three ways, and compare (some minutes);
 #                      make demo BACKEND=jax, or torch, with Keras on another backend
-# make test            check, then the tests that are not marked thorough (about ten minutes on two cores); CI runs this, test-backends and test-tf1
+# make test            check, then the tests that are not marked thorough (about eight minutes on two cores); CI runs this, test-backends and test-tf1
 # make test-all        all tests, with those marked thorough (about an hour)
 # make check           formatting, lint and types
 # make mutants         break the package in many ways, one at a time, and see whether a test notices (a quarter of an hour)
 # make test-oldest     the tests with the oldest supported TensorFlow and Keras (.ci/oldest.txt)
 # make test-backends   the equivalence cases, and more, with Keras on JAX and on torch, without TensorFlow (.ci/backends.txt)
-# make test-hub        a model of KerasHub with LoRA: the script and the notebook (keras-hub brings tensorflow-text, and that TensorFlow)
+# make test-hub        models of KerasHub: one with LoRA, as a script and as a notebook, and three in which no examples meet
+#                      (keras-hub brings tensorflow-text, and that TensorFlow)
 # make test-tf1        GradientAccumulator's tests with TensorFlow 1.14 (.ci/tf1.txt), from the built wheel; needs Python 3.7
 # make bench           the first step, and the time and memory of an update, against their targets, on each backend (over an hour)
 # make bench-peers     the same with gradient-accumulator and PyTorch, in environments of their own (ten minutes more)
@@ -97,7 +98,7 @@ test-jax test-torch: test-%: .venv-%/test-installed
 	KERAS_BACKEND=$* .venv-$*/bin/python $(PYTEST) --confcutdir tests/backends tests/backends
 
 test-hub: .venv-hub/installed
-	.venv-hub/bin/python -m pytest -m "" -k lora tests/processes/test_run.py tests/processes/test_notebooks.py
+	.venv-hub/bin/python -m pytest -m "" -k "lora or keras_hub" tests/processes/test_run.py tests/processes/test_notebooks.py tests/fit/test_examples_that_meet.py
 
 mutants: .venv/dev-installed
 	.venv/bin/python tests/mutants
