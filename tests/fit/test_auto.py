@@ -121,7 +121,6 @@ def test_batches_that_come_once(monkeypatch):
     assert_same(expected, model)
 
 
-@pytest.mark.eager
 def test_train_on_batch_and_evaluate(monkeypatch):
     expected = compiled(dense())
     narrow(monkeypatch, 4 * 5)

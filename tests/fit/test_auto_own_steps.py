@@ -10,7 +10,7 @@ from fit import test_auto
 from fit.step_cases import CASES, Networks
 from fit.test_auto import Room, narrow, x, y
 from fit.test_own_steps import reference, state_of, trained
-from support import MODES, assert_same_history, thorough, thorough_for
+from support import MODES, assert_same_history, thorough
 
 import macrobatch
 from macrobatch._keras.installed import accumulation_of
@@ -61,7 +61,6 @@ def assert_same_state(expected, model):
         np.testing.assert_allclose(own, value, rtol=0, atol=1e-10, err_msg=path)
 
 
-@thorough_for("True")
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_a_batch_that_runs_out_is_run_again(run_eagerly, monkeypatch, caplog):
     expected = pair(run_eagerly=True)

@@ -539,7 +539,6 @@ def test_a_failure_changes_nothing(mode, where):
 # Randomness
 
 
-@pytest.mark.eager
 def test_each_micro_batch_draws_fresh_numbers_and_runs_can_be_repeated():
     ends = []
     for _ in range(2):

@@ -773,7 +773,6 @@ def pooling(layer, **head):
     return keras.Model(tokens, layers.Dense(CLASSES, **head)(hidden))
 
 
-@pytest.mark.eager
 def test_a_layer_behind_which_all_is_0_at_first():
     x, y, _ = tokens_of()
     model = pooling(layers.GlobalAveragePooling1D(), kernel_initializer="zeros")

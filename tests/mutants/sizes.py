@@ -117,7 +117,8 @@ MUTANTS = [
         EARLY,
         "                found += optimizer.variables\n",
         "                pass\n",
-        (OWN_TESTS + "a_batch_that_runs_out_is_run_again[False]",),
+        # In a graph, what runs out may do so before the early optimizer has written.
+        (OWN_TESTS + "a_batch_that_runs_out_is_run_again[True]",),
     ),
     Mutant(
         "sizes: a step of a model's own does not count that its last gradient is there",
