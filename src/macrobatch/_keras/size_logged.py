@@ -26,7 +26,7 @@ class SizeLogged(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Optional[Dict[str, Any]] = None) -> None:
         """Tells how long the training is going to be."""
-        steps = self.params.get("steps")
+        steps = (self.params or {}).get("steps")  # A CallbackList of the user's gives it none.
         self._expect(steps and steps * (self.params["epochs"] - epoch))
 
     def on_epoch_end(self, epoch: int, logs: Optional[Dict[str, Any]] = None) -> None:
