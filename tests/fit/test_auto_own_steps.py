@@ -34,7 +34,7 @@ class Pair(Networks):
             second = tf.reduce_mean((self.student(x, training=True) - self.teacher(x)) ** 2)
         gradients = tape.gradient(second, self.student.trainable_variables)
         self.optimizers[1].apply(gradients, self.student.trainable_variables)
-        self.mean.assign(0.5 * self.mean + self.student.trainable_variables[0])
+        self.mean.assign(0.5 * self.mean + self.student.layers[-1].kernel)
         return self.track(first=first, second=second)
 
 
