@@ -28,7 +28,8 @@ class Seeds:
     """A new global seed lets kernels go only if random numbers were drawn with the old one.
 
     TensorFlow lets all kernels go, so that those which draw start anew. To make them again takes a
-    third of the time of a small eager `fit`. Whatever draws asks for its seed first, in `get_seed`.
+    third of the time of a small eager `fit`. Whatever draws asks for its seed first, in `get_seed`;
+    a function that is traced already does not ask again, and may go on drawing where it was.
     """
 
     were_asked_for = False

@@ -457,7 +457,6 @@ def test_what_was_found_is_found_again(monkeypatch, tmp_path, caplog):
     assert "found before" in caplog.text
 
 
-@thorough
 def test_history_with_callbacks_of_the_users_own(tmp_path):
     path = str(tmp_path / "log.csv")
     model = macrobatch.accumulate(compiled(dense()))
