@@ -73,6 +73,11 @@ class FoundSizes(Engine):
         self.finder = Finder(self, chosen.in_tokens, memory_limit)
         self._paying = Paying()
 
+    @property
+    def has_size(self) -> bool:
+        """Whether any batch has been trained with."""
+        return self.finder.size is not None
+
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras', with the size of each epoch in the logs."""
         model, finder = self._steps.model, self.finder

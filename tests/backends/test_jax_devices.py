@@ -71,6 +71,21 @@ def test_the_update_is_that_of_one_device(build, two_devices):
     assert_same_history(expected, history)
 
 
+@pytest.mark.filterwarnings("ignore:Nothing is being accumulated")
+@pytest.mark.parametrize("size", [3, 50])
+def test_predictions_are_those_of_one_device(size, two_devices):
+    keras.utils.set_random_seed(7)
+    model = dense()
+    model.compile("sgd", "mse")
+    expected = model.predict(X, batch_size=14, verbose=0)
+    accumulation = accumulate(model, micro_batch_size=size)
+    found = model.predict(X, batch_size=14, verbose=0)  # batches of 14 and of 6
+    np.testing.assert_allclose(found, expected, rtol=1e-10)
+    model.fit(X, Y, batch_size=10, verbose=0)
+    # Each device has 5 examples of a batch.
+    assert accumulation.count().totals() == (2, {3: 8, 50: 4}[size])
+
+
 @pytest.mark.filterwarnings("ignore:BatchNormalization normalises")
 def test_moving_statistics_are_those_of_the_whole_batch(two_devices):
     found, _ = fitted(normalizing, X, Y, rate=0.0, accumulated=True)

@@ -1,6 +1,6 @@
 """How batches are to be cut: what the user has asked for, and the micro-batches that come of it."""
 
-from typing import Any, Callable, NamedTuple, Optional, Protocol, Sequence
+from typing import Any, Callable, NamedTuple, Optional, Protocol, Sequence, Tuple
 
 from macrobatch._batches import checks
 from macrobatch._batches.by_length import ByLength, given_lengths
@@ -39,6 +39,13 @@ class Cut(NamedTuple):
     lengths: Optional[Callable[..., Any]] = None
     chosen: Optional[Chosen] = None
 
+    def now(self) -> Tuple[Optional[Size], Optional[Size]]:
+        """The examples in a micro-batch, or what examples times longest may be: those of now."""
+        if self.chosen is None:
+            return self.size, self.tokens
+        now = self.chosen.now()
+        return (None, now) if self.chosen.in_tokens else (now, None)
+
     def apply(
         self,
         batch: Batch,
@@ -64,11 +71,7 @@ class Cut(NamedTuple):
             few_shapes: whether there may be few different shapes only.
             memory: what earlier batches have shown.
         """
-        size: Optional[Size] = self.size
-        tokens: Optional[Size] = self.tokens
-        if self.chosen is not None:
-            now = self.chosen.now()
-            size, tokens = (None, now) if self.chosen.in_tokens else (now, None)
+        size, tokens = self.now()
         if self.axis is None:
             assert size is not None
             return InOrder(batch, examples, size, engine)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from macrobatch import _internals
 from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
+from macrobatch._keras import predict
 from macrobatch._tensorflow import graph, replicas
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.loop import Loop
@@ -38,18 +39,16 @@ def predictions(model: Any, cut: Cut, data: Any) -> Any:
 
     found = Loop(step, micro_batches, apart=True).run().aux
     leaves = [leaf for leaf in tf.nest.flatten(found) if isinstance(leaf, tf.Tensor)]
-    whole = [(tf.equal(tf.shape(leaf)[0], examples), _not_first(leaf.shape)) for leaf in leaves]
+    whole = [
+        (tf.equal(tf.shape(leaf)[0], examples), predict.not_first(leaf.shape)) for leaf in leaves
+    ]
     with graph.refuse_unless(*whole):
         return tf.nest.map_structure(tf.identity, found)
 
 
 def _size(cut: Cut, x: Any) -> Size:
     """Examples in a micro-batch."""
-    size: Optional[Size] = cut.size
-    tokens: Optional[Size] = cut.tokens
-    if cut.chosen is not None:
-        now = cut.chosen.now()
-        size, tokens = (None, now) if cut.chosen.in_tokens else (now, None)
+    size, tokens = cut.now()
     if size is not None:
         return size
     assert tokens is not None
@@ -69,12 +68,4 @@ def _check_rows(found: Any, examples: Size) -> None:
         rows = shape[0] if shape.rank else 0
         is_known = shape.rank is not None and rows is not None and isinstance(examples, int)
         if shape.rank == 0 or (is_known and rows != examples):
-            raise ValueError(_not_first(shape))
-
-
-def _not_first(shape: Any) -> str:
-    return (
-        "predict on an accumulated model cuts batches into micro-batches, so each output must have "
-        f"the examples first. Received: an output of shape {shape}. Call macrobatch.release(model) "
-        "before predict, or write a predict_step of your own, which is left alone."
-    )
+            raise ValueError(predict.not_first(shape))

@@ -67,12 +67,13 @@ def build(model: Any, x: Any, y: Any, sample_weight: Any) -> None:
         backend.compute_output_spec(model._compute_loss, *arguments, training=False)
 
 
-def step_by_step(model: Any, step: Callable[..., Any]) -> Callable[..., Any]:
+def step_by_step(model: Any, step: Callable[..., Any], joins: bool = False) -> Callable[..., Any]:
     """A function of a state and an iterator that runs a step on JAX, `steps_per_execution` times.
 
-    Keras makes it of its own step, which gives the memory of the state away.
+    Keras makes it of its own step, which gives the memory of the state away. If the function
+    `joins`, it returns what all of the steps have returned, and not the latest.
     """
-    function: Callable[..., Any] = model._make_function(step)
+    function: Callable[..., Any] = model._make_function(step, concatenate_outputs=joins)
     return function
 
 

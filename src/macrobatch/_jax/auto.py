@@ -31,11 +31,8 @@ class Auto(FoundSizes):
     host_raises = False
 
     def __init__(self, steps: Steps, memory_limit: Any):
-        found = devices.distribution()
-        count = 1 if found is None else int(found.device_mesh.devices.size)
-        super().__init__(
-            steps, memory_limit, Backend(jax.__version__, device_memory.names(), count)
-        )
+        backend = Backend(jax.__version__, device_memory.names(), devices.count())
+        super().__init__(steps, memory_limit, backend)
         self.is_writing = False
         self._state: Any = None
         self.found: Function = steps.found

@@ -38,6 +38,7 @@ class LengthSteps(Steps):
         self._padding = Padding(cut)
         self._parts: Dict[bool, Parts] = {}
         self._updated = self.compiled(self.updated, donate_argnums=(0, 1))
+        self._count = 0  # of the micro-batches of the latest batch
 
     def forget(self, training: bool) -> None:
         """Forgets what is known of a model that may be compiled anew."""
@@ -67,6 +68,9 @@ class LengthSteps(Steps):
         call.__name__ = function.__name__  # which JAX shows
         return jax.jit(call, **options)
 
+    def micro_batches_of(self, data: Any) -> int:
+        return self._count
+
     def check(self, data: Any) -> Tuple[Batch, int]:
         batch, examples = in_order.checked(host.batch_of(data), host.HOST)
         _optimizer_checks.optimizer(self.model.optimizer)
@@ -83,6 +87,7 @@ class LengthSteps(Steps):
     def on_devices(self, state: State, data: Any, training: bool, measures: bool = False) -> Found:
         batch, examples = self.check(data)
         micro_batches = self._padding.cut(self.model, batch, examples)
+        self._count = sum(int(run.count) for run in micro_batches.runs)
         if training not in self._parts:
             self._parts[training] = Parts(self, training)
         parts = self._parts[training]

@@ -22,14 +22,23 @@ def distribution() -> Any:
     return found
 
 
+def count() -> int:
+    """The number of devices over which a batch is spread."""
+    found = distribution()
+    return 1 if found is None else int(found.device_mesh.devices.size)
+
+
 def are_several() -> bool:
     """Whether a batch is spread over several devices."""
-    found = distribution()
-    return found is not None and found.device_mesh.devices.size > 1
+    return count() > 1
 
 
-def spread(function: Callable[[Any, Batch], Any], state: Any, batch: Batch) -> Any:
+def spread(
+    function: Callable[[Any, Batch], Any], state: Any, batch: Batch, by_example: bool = False
+) -> Any:
     """What a function comes to of a state and of the parts of a batch: on all devices the same.
+
+    If `by_example`, the function returns something for each example, and each device has its own.
 
     A batch without some of its examples may not be divided: then each device computes all of it.
     """
@@ -44,8 +53,9 @@ def spread(function: Callable[[Any, Batch], Any], state: Any, batch: Batch) -> A
             return function(state, batch)
 
     same, parts = PartitionSpec(), PartitionSpec(devices.axis)
+    out = parts if by_example else same
     # What comes out is the same on all devices because the function sums it: JAX need not prove it.
     spread_out = jax.shard_map(
-        of_device, mesh=mesh, in_specs=(same, parts), out_specs=same, check_vma=False
+        of_device, mesh=mesh, in_specs=(same, parts), out_specs=out, check_vma=False
     )
     return spread_out(state, batch)

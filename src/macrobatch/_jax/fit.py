@@ -9,7 +9,7 @@ import keras
 from macrobatch import _checks, _internals
 from macrobatch._batches.cut import Cut
 from macrobatch._found_sizes import with_chosen
-from macrobatch._jax import checks, devices, turns
+from macrobatch._jax import checks, devices, predict, turns
 from macrobatch._jax.auto import Auto
 from macrobatch._jax.by_length import LengthSteps
 from macrobatch._jax.engine import ENGINE
@@ -23,6 +23,7 @@ from macrobatch._jax.whole_batch import WholeBatchSteps
 from macrobatch._keras import model_checks
 from macrobatch._keras.guard import Guard
 from macrobatch._keras.installed import Installed
+from macrobatch._keras.ran import Ran
 from macrobatch._keras.report import overrides
 from macrobatch._keras.tried import Tried
 from macrobatch._noise import checks as noise_checks
@@ -34,6 +35,7 @@ TRAINING = [
     *("optimizer_variables", "metrics_variables"),
 ]
 TESTING = [name for name in TRAINING if name != "optimizer_variables"]
+PREDICTING = TRAINING[:2]
 
 
 class Accumulation(Installed):
@@ -46,6 +48,7 @@ class Accumulation(Installed):
         auto: what finds the size of micro-batches, if asked for.
         finite: runs batches without examples that are not finite, if asked for.
         noise: measures the gradient noise scale, if asked for.
+        ran: how many batches and micro-batches there were.
     """
 
     def __init__(
@@ -67,7 +70,7 @@ class Accumulation(Installed):
         self.steps = kind(model, cut, micro_batch_weight)
         self.meeting = Meeting(model, cut, not whole_batch_loss)
         self.auto = None if cut.chosen is None else Auto(self.steps, memory_limit)
-        self.noise = NoiseWatch()
+        self.noise, self.ran = NoiseWatch(), Ran()
         self.steps.guard = Guard(nonfinite)
         self.finite = Finite(
             model,
@@ -86,11 +89,17 @@ class Accumulation(Installed):
         if not overrides(self.model, "test_step"):  # One of its own sees the whole batch.
             methods["test_step"] = self.test_step
             methods["make_test_function"] = self.make_test_function
+        if not overrides(self.model, "predict_step"):
+            methods["make_predict_function"] = self.make_predict_function
         if self.steps.guard.is_wanted:
             methods["reset_metrics"] = self.reset_metrics
         if self.steps.guard.is_wanted or self.auto is not None:
             methods["fit"] = self.fit
         return methods
+
+    def count(self) -> Ran:
+        """The counts of batches and of micro-batches."""
+        return self.ran
 
     def meter(self, every: int, decay: float) -> HostMeter:
         """What can measure the gradient noise scale of this model."""
@@ -139,6 +148,15 @@ class Accumulation(Installed):
             step = self._keeping_state(step, TESTING)
             self.model.test_function = _internals.step_by_step(self.model, step)
 
+    def make_predict_function(self, force: bool = False) -> None:
+        """As Keras'."""
+        model = self.model
+        if model.predict_function is not None and not force:
+            return
+        step = predict.step_of(model, self.cut, self._has_size, self._compiles())
+        step = self._keeping_state(step, PREDICTING)
+        model.predict_function = _internals.step_by_step(model, step, joins=True)
+
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras', with warnings of its own, and with sizes that are looked for."""
         self.finite.start()
@@ -151,9 +169,15 @@ class Accumulation(Installed):
         type(self.model).reset_metrics(self.model)
         self.finite.reset()
 
+    def _has_size(self) -> bool:
+        return self.auto is None or self.auto.has_size
+
     def _is_compiled(self) -> bool:
         if isinstance(self.steps, LengthSteps):  # which compile their parts themselves
             return False
+        return self._compiles()
+
+    def _compiles(self) -> bool:
         return bool(self.model.jit_compile) and not self.model.run_eagerly
 
     def _halves(self, measures: bool = False) -> Halves:
@@ -204,6 +228,7 @@ class Accumulation(Installed):
         def looking(state: Any, data: Any) -> Any:
             logs, after = step(state, data)
             result = {**logs, **self.noise.logs()}, after
+            self.ran.add(self.steps.micro_batches_of(data))
             if self._looks:
                 self._looks = False
                 self._warn_of_one_micro_batch(data)
@@ -217,8 +242,6 @@ class Accumulation(Installed):
         return looking
 
     def _warn_of_one_micro_batch(self, data: Any) -> None:
-        found = devices.distribution()
-        count = 1 if found is None else int(found.device_mesh.devices.size)
-        examples = ENGINE.examples(data)
+        count, examples = devices.count(), ENGINE.examples(data)
         if self.cut.size and examples <= self.cut.size * count:
             _checks.warn(model_checks.no_accumulation(examples, self.cut.size, count))

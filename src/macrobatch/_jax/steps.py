@@ -49,6 +49,14 @@ class Steps:
         """A function that forgets what was learnt since now, of a batch that is run again."""
         return lambda examples: None
 
+    def micro_batches_of(self, data: Any) -> int:
+        """The number of micro-batches of a batch that a step has just run on, over all devices."""
+        examples, count = int(ENGINE.examples(data)), devices.count()
+        spreads = examples % count == 0  # else each device computes all of the batch
+        size, _ = self.cut.now()
+        runs = in_order.runs_of(examples // count if spreads else examples, size, static=True)
+        return sum(run.count for run in runs) * (count if spreads else 1)
+
     def train_step(self, state: Any, data: Any) -> Tuple[Logs, Any]:
         """Makes the update that the whole batch would have made."""
         found = self.found(state, data)

@@ -1,12 +1,16 @@
 """How the steps get into a Keras model on torch, and what goes with them in fit()."""
 
+import functools
 from typing import Any, Callable, Dict, Optional
+
+import keras
 
 from macrobatch import _checks
 from macrobatch._batches.cut import Cut
 from macrobatch._found_sizes import with_chosen
-from macrobatch._keras import model_checks
+from macrobatch._keras import model_checks, predict
 from macrobatch._keras.installed import Installed
+from macrobatch._keras.ran import Ran
 from macrobatch._keras.report import overrides
 from macrobatch._keras.tried import Tried
 from macrobatch._noise import checks as noise_checks
@@ -16,7 +20,7 @@ from macrobatch._shown.line import HERE, Line
 from macrobatch._torch import checks
 from macrobatch._torch.auto import Auto
 from macrobatch._torch.compiled import left_to_steps
-from macrobatch._torch.engine import ENGINE
+from macrobatch._torch.engine import ENGINE, to_tensors
 from macrobatch._torch.finite import Finite, Guard
 from macrobatch._torch.meeting import Meeting
 from macrobatch._torch.steps import Steps
@@ -34,6 +38,7 @@ class Accumulation(Installed):
         auto: what finds the size of micro-batches, if asked for.
         finite: runs batches without examples that are not finite, if asked for.
         line: shows updates that take long.
+        ran: how many batches and micro-batches there were.
     """
 
     def __init__(
@@ -62,7 +67,7 @@ class Accumulation(Installed):
             self._on_trial_again,
         )
         self._had_tried = False  # whether padding had been tried before the current batch
-        self.line = Line(HERE.read)
+        self.line, self.ran = Line(HERE.read), Ran()
         self._looks = False  # whether the size of the first batch of a fit is to be looked at
 
     def methods(self) -> Dict[str, Callable[..., Any]]:
@@ -75,9 +80,15 @@ class Accumulation(Installed):
         }
         if not overrides(self.model, "test_step"):  # One of its own sees the whole batch.
             methods["test_step"] = self.test_step
+        if not overrides(self.model, "predict_step"):
+            methods["make_predict_function"] = self.make_predict_function
         if self.steps.guard.is_wanted:
             methods["reset_metrics"] = self.reset_metrics
         return methods
+
+    def count(self) -> Ran:
+        """The counts of batches and of micro-batches."""
+        return self.ran
 
     def meter(self, every: int, decay: float) -> HostMeter:
         """What can measure the gradient noise scale of this model."""
@@ -101,6 +112,7 @@ class Accumulation(Installed):
                 trained_on = self.finite.latest
             else:
                 logs, trained_on = step(batch), batch
+        self.ran.add(steps.micro_batches)
         if trained_on is not None and self.meeting.is_due:
             self.meeting.try_once(trained_on, self.micro_batch_weight)
         if self._looks:
@@ -149,3 +161,18 @@ class Accumulation(Installed):
             self.steps.forget(training=False)
         with left_to_steps(self.model):
             return type(self.model).make_test_function(self.model, force=force)
+
+    def make_predict_function(self, force: bool = False) -> Any:
+        """As Keras'."""
+        model = self.model
+        if model.predict_function is None or force:
+            type(model).make_predict_function(model, force=force)
+            model.predict_function = functools.partial(self._predict, model.predict_function)
+        return model.predict_function
+
+    def _predict(self, plain: Callable[..., Any], data: Any) -> Any:
+        """What Keras' function predicts for a batch, called with one micro-batch at a time."""
+        if self.auto is not None and not self.auto.has_size:
+            return plain(data)
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(data[0])
+        return predict.in_turns(lambda x: plain([(x,)]), to_tensors(x), self.cut, ENGINE)

@@ -40,7 +40,7 @@ class Steps:
         modules: the torch modules inside the model.
         guard: what keeps numbers that are not finite from being written, if asked for.
         meter: measures the gradient noise scale, if asked for.
-        examples: the number of examples in the latest batch.
+        examples, micro_batches: their numbers in the latest batch.
         shows_size: whether the size of micro-batches shows in the update; None if not yet known.
         is_rehearsal: whether steps end where they would begin to write.
         has_begun: whether a step has begun to write since this was set to False.
@@ -54,7 +54,7 @@ class Steps:
         self.compiled = CompiledCall(model)
         self.guard = Guard()
         self.meter: Optional[HostMeter] = None
-        self.examples = 0
+        self.examples = self.micro_batches = 0
         self.shows_size: Optional[bool] = None
         self.is_rehearsal = self.has_begun = False
 
@@ -158,6 +158,7 @@ class Steps:
         batch, examples = in_order.checked(self.batch_of(data), ENGINE)
         self.examples = int(examples)
         micro_batches = self.padding.cut(model, batch, examples)
+        self.micro_batches = sum(int(run.count) for run in micro_batches.runs)
         whole = Whole(examples, guesses=[])
         if not models.is_built(model):
             # `fit` builds a model before. Whoever calls the step does not.
