@@ -8,9 +8,8 @@ import keras
 import tensorflow as tf
 
 from macrobatch import _internals
-from macrobatch._batches import in_order
+from macrobatch._batches import in_order, predicted
 from macrobatch._batches.cut import Cut
-from macrobatch._keras import predict
 from macrobatch._tensorflow import graph, replicas
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.loop import Loop
@@ -40,7 +39,7 @@ def predictions(model: Any, cut: Cut, data: Any) -> Any:
     found = Loop(step, micro_batches, apart=True).run().aux
     leaves = [leaf for leaf in tf.nest.flatten(found) if isinstance(leaf, tf.Tensor)]
     whole = [
-        (tf.equal(tf.shape(leaf)[0], examples), predict.not_first(leaf.shape)) for leaf in leaves
+        (tf.equal(tf.shape(leaf)[0], examples), predicted.not_first(leaf.shape)) for leaf in leaves
     ]
     with graph.refuse_unless(*whole):
         return tf.nest.map_structure(tf.identity, found)
@@ -68,4 +67,4 @@ def _check_rows(found: Any, examples: Size) -> None:
         rows = shape[0] if shape.rank else 0
         is_known = shape.rank is not None and rows is not None and isinstance(examples, int)
         if shape.rank == 0 or (is_known and rows != examples):
-            raise ValueError(predict.not_first(shape))
+            raise ValueError(predicted.not_first(shape))

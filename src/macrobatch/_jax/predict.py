@@ -7,10 +7,10 @@ import keras
 from jax import numpy as jnp
 from keras import tree
 
+from macrobatch._batches import predicted
 from macrobatch._batches.cut import Cut
 from macrobatch._jax import devices, loop
 from macrobatch._jax.engine import ENGINE
-from macrobatch._keras import predict
 from macrobatch._types import Batch, Part, Tensor
 
 # The values of trained and of other variables.
@@ -36,10 +36,10 @@ def step_of(
         def of_device(state: State, x: Batch) -> Any:
             def step(micro_batch: Batch, values: List[Tensor]) -> Part:
                 outputs, _ = model.predict_step(state, (micro_batch,))
-                predict.check_rows(outputs, ENGINE.examples(micro_batch))
+                predicted.check_rows(outputs, ENGINE.examples(micro_batch))
                 return Part([], aux=outputs)
 
-            return loop.run(step, predict.of_batch(x, cut, ENGINE), [], compiled).aux
+            return loop.run(step, predicted.of_batch(x, cut, ENGINE), [], compiled).aux
 
         return devices.spread(of_device, state, x, by_example=True)
 
@@ -62,7 +62,7 @@ def step_of(
             outputs, others = own((trained, others), x)
             return outputs
 
-        outputs = predict.in_turns(of_micro_batch, x, cut, ENGINE)
+        outputs = predicted.in_turns(of_micro_batch, x, cut, ENGINE)
         return outputs, (trained, others)
 
     return step

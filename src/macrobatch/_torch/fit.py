@@ -6,9 +6,10 @@ from typing import Any, Callable, Dict, Optional
 import keras
 
 from macrobatch import _checks
+from macrobatch._batches import predicted
 from macrobatch._batches.cut import Cut
 from macrobatch._found_sizes import with_chosen
-from macrobatch._keras import model_checks, predict
+from macrobatch._keras import model_checks
 from macrobatch._keras.installed import Installed
 from macrobatch._keras.ran import Ran
 from macrobatch._keras.report import overrides
@@ -175,4 +176,4 @@ class Accumulation(Installed):
         if self.auto is not None and not self.auto.has_size:
             return plain(data)
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data[0])
-        return predict.in_turns(lambda x: plain([(x,)]), to_tensors(x), self.cut, ENGINE)
+        return predicted.in_turns(lambda x: plain([(x,)]), to_tensors(x), self.cut, ENGINE)
