@@ -54,8 +54,15 @@ class Meeting(FirstBatch):
         if tried.has_moments():
             like = jax.eval_shape(run, first, state, [], jnp.ones([], bool))[1]
             moments = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
-        compiled, passes = jax.jit(run), []
+        compiled, passes = jax.jit(run, compiler_options=_quickly()), []
         for index, micro_batch in enumerate(groups.micro_batches):
             found, moments = compiled(micro_batch, state, moments, jnp.asarray(index == 0))
             passes.append(found)
         return passes
+
+
+def _quickly() -> Dict[str, Any]:
+    """Options for code that runs four times only: good code takes longer to compile than to run."""
+    # Nobody has tried whether compilers of other devices know this option.
+    is_known = jax.default_backend() == "cpu"
+    return {"xla_backend_optimization_level": 0} if is_known else {}

@@ -62,7 +62,7 @@ def watched(instead: Dict[int, List[Tensor]], engine: BatchEngine) -> Iterator[L
 
 
 def on_host(tensor: Tensor) -> Any:
-    """A tensor as an array."""
+    """A tensor of numbers as an array."""
     if keras.backend.standardize_dtype(tensor.dtype) == "bfloat16":  # which NumPy does not know
         tensor = ops.cast(tensor, "float32")
     return ops.convert_to_numpy(tensor)
