@@ -4,6 +4,7 @@ equal the whole batch.
 
 from typing import Any, Dict, Iterable, List, Sequence
 
+import keras
 from keras import ops
 
 from macrobatch._checks import WEIGHTED_METRICS, shown
@@ -89,7 +90,9 @@ def scalar_weight(weight: Any) -> Tensor:
     try:
         if weight is None or isinstance(weight, str):
             raise ValueError
-        tensor = ops.convert_to_tensor(weight)
+        # Without a dtype, TensorFlow would round a number of Python to float32.
+        dtype = keras.config.floatx() if isinstance(weight, float) else None
+        tensor = ops.convert_to_tensor(weight, dtype)
     except Exception:
         raise ValueError(
             "micro_batch_weight must return one number for a micro-batch. "

@@ -112,7 +112,7 @@ class WholeBatchStep:
             self._owners = [(layer, kind) for layer, _, kind in added]
             share = share_of(own, examples, keras.config.floatx())
             totals = [
-                value if kind == "sum" else value * ops.cast(share, value.dtype)
+                value if kind == "sum" else value * _of_dtype(share, value.dtype)
                 for _, value, kind in added
                 if kind != "values"
             ]
@@ -207,3 +207,8 @@ class WholeBatchStep:
     def unexplained(self, written: Sequence[Optional[Tensor]]) -> List[str]:
         """The paths of variables that layers write once per micro-batch, for no known reason."""
         return unexplained(self.model, self.written, written)
+
+
+def _of_dtype(share: Any, dtype: Any) -> Any:
+    # A number stays one: to cast it, TensorFlow would round it to float32 first.
+    return share if isinstance(share, float) else ops.cast(share, dtype)
