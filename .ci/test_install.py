@@ -1,6 +1,7 @@
-"""Builds wheel and sdist, and installs each into a clean environment: `make test-install`.
+"""Builds wheel and sdist, and installs each into clean environments: `make test-install`.
 
-No TensorFlow is installed: the package must import, know its version and show its help without one.
+First without TensorFlow: the package must import, know its version, show its help, and say what to
+install. Then with it: the examples in the docstrings of all public names must run.
 """
 
 import os
@@ -12,7 +13,26 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PYENV = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
-CHECK = "import macrobatch; print(macrobatch.__version__, macrobatch.__file__)"
+CHECK = """
+import macrobatch
+
+print(macrobatch.__version__, macrobatch.__file__)
+try:
+    macrobatch.accumulate
+except ImportError as error:
+    assert "pip install" in str(error), error
+else:
+    raise AssertionError("accumulate can be had without any backend")
+"""
+DOCTESTS = """
+import doctest, importlib, macrobatch
+
+rooms = {getattr(macrobatch, name).__module__ for name in macrobatch.__all__}
+results = [doctest.testmod(importlib.import_module(room)) for room in sorted(rooms)]
+failed, tried = (sum(each) for each in zip(*results))
+assert tried and not failed, (failed, tried)
+print(f"{tried} lines of docstrings ran")
+"""
 
 
 def pythons():
@@ -50,6 +70,8 @@ def main():
                 run(installed, "-c", CHECK)
                 run(environment / "bin" / "macrobatch", "--version")
                 run(environment / "bin" / "macrobatch", "--help")
+                run(installed, "-m", "pip", "install", "--quiet", f"{product}[cpu]")
+                run(installed, "-c", DOCTESTS)
 
 
 if __name__ == "__main__":
