@@ -80,17 +80,22 @@ def main(mebibytes):
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
     cases = [from_the_start, longer_in_the_middle]
-    unlimited = [fitted(build(), case())[0] for case in cases]
-    found = {}
+    ended, found = {}, {}
+    # What any training takes once, threads for instance, is taken before the limit. Unlimited training comes last:
+    # the process keeps address space that large tensors had, and plain training would fit in there.
+    fitted(build(), [examples(8)])
     with limited(mebibytes):
-        for case, expected in zip(cases, unlimited):
-            ended, sizes = fitted(macrobatch.accumulate(build()), case())
-            furthest = max(float(np.abs(a - b).max()) for a, b in zip(ended, expected))
-            found[case.__name__] = {"difference": furthest, "sizes": sizes}
         try:
             fitted(build(), from_the_start())
         except tf.errors.ResourceExhaustedError:
             found["plain"] = "ran out"
+        for case in cases:
+            ended[case], sizes = fitted(macrobatch.accumulate(build()), case())
+            found[case.__name__] = {"sizes": sizes}
+    for case in cases:
+        expected, _ = fitted(build(), case())
+        furthest = max(float(np.abs(a - b).max()) for a, b in zip(ended[case], expected))
+        found[case.__name__]["difference"] = furthest
     print(json.dumps(found))
 
 

@@ -7,19 +7,15 @@ import sys
 
 import pytest
 from support import thorough
-
-import macrobatch
+from test_workers import environment
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 
 
 def run(script, *arguments):
-    source = os.path.dirname(os.path.dirname(macrobatch.__file__))
-    # Each thread's own heap would take 64 MiB of address space.
-    settings = {"PYTHONPATH": source, "MALLOC_ARENA_MAX": "1", "XLA_FLAGS": ""}
     return subprocess.run(
         [sys.executable, os.path.join(HERE, script), *map(str, arguments)],
-        env={**os.environ, **settings},
+        env={**environment(), "XLA_FLAGS": ""},
         capture_output=True,
         text=True,
         timeout=600,

@@ -37,8 +37,10 @@ def environment():
     """That of a process which has the package as it is tested here."""
     source = os.path.dirname(os.path.dirname(macrobatch.__file__))
     inherited = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
-    # Where memory is limited, each thread's own heap would take 64 MiB of address space.
-    settings = {"MALLOC_ARENA_MAX": "1", "PYTHONPATH": os.pathsep.join([source, HERE])}
+    settings = {"PYTHONPATH": os.pathsep.join([source, HERE])}
+    # Where memory is limited, each thread's own heap would take 64 MiB of address space. oneDNN's allocator would take ever
+    # larger regions, up to all that there is, and TensorFlow would end the process for want of a few bytes.
+    settings |= {"MALLOC_ARENA_MAX": "1", "TF_ENABLE_ONEDNN_OPTS": "0"}
     return {**inherited, **settings}
 
 
