@@ -81,8 +81,8 @@ def main(mebibytes):
     tf.config.threading.set_inter_op_parallelism_threads(1)
     cases = [from_the_start, longer_in_the_middle]
     ended, found = {}, {}
-    # What any training takes once, threads for instance, is taken before the limit. Unlimited training comes last:
-    # the process keeps address space that large tensors had, and plain training would fit in there.
+    # What any training takes once, threads for instance, is taken before the limit. Unlimited
+    # training comes last: its address space stays, and plain training would fit in there.
     fitted(build(), [examples(8)])
     with limited(mebibytes):
         try:

@@ -38,8 +38,8 @@ def environment():
     source = os.path.dirname(os.path.dirname(macrobatch.__file__))
     inherited = {name: value for name, value in os.environ.items() if name != "TF_CONFIG"}
     settings = {"PYTHONPATH": os.pathsep.join([source, HERE])}
-    # Where memory is limited, each thread's own heap would take 64 MiB of address space. oneDNN's allocator would take ever
-    # larger regions, up to all that there is, and TensorFlow would end the process for want of a few bytes.
+    # Where memory is limited, each thread's own heap would take 64 MiB of address space. oneDNN's
+    # allocator would take all that there is: TensorFlow crashes then for want of a few bytes.
     settings |= {"MALLOC_ARENA_MAX": "1", "TF_ENABLE_ONEDNN_OPTS": "0"}
     return {**inherited, **settings}
 
