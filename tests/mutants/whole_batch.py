@@ -55,7 +55,7 @@ MUTANTS = [
     Mutant(
         "whole batch: a mean of means of what layers add",
         STEP,
-        'value if kind == "sum" else value * ops.cast(share, value.dtype)',
+        'value if kind == "sum" else value * _of_dtype(share, value.dtype)',
         "value / 3",
         (AS_PLAIN + "[compute_loss with a temperature-graph]",),
     ),

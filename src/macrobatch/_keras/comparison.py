@@ -1,9 +1,8 @@
 """What is the same, but for rounding, in four runs of a few examples: see meeting.py."""
 
-from typing import Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
 
 import keras
-import numpy as np
 from keras import ops
 
 from macrobatch._keras import calls
@@ -80,7 +79,7 @@ class Comparison:
             name
             for name, value in passes[0].items()
             if not len(value.shape)
-            and not all(np.isfinite(calls.on_host(each[name])) for each in passes)
+            and not all(_finite(calls.on_host(each[name])) for each in passes)
         )
 
     def _is_apart(self, values: Sequence[Tensor]) -> bool:
@@ -113,7 +112,7 @@ class Comparison:
         """Whether each group has the same beside one group and beside the other."""
         if keras.backend.standardize_dtype(values[0].dtype) == "string":
             return True
-        # From here on with NumPy: JAX would compile each operation.
+        # From here on with arrays of NumPy: JAX would compile each operation.
         firsts, lasts = zip(*(_halves(calls.on_host(each), axis, start) for each in values))
         pairs = [(firsts[0], firsts[2]), (firsts[1], firsts[3])]
         pairs += [(lasts[0], lasts[1]), (lasts[2], lasts[3])]
@@ -198,12 +197,17 @@ def _close(one: Tensor, other: Tensor, tolerance: float) -> bool:
         return True
     one, other = calls.on_host(one), calls.on_host(other)
     if not keras.backend.is_float_dtype(dtype):
-        return bool(np.array_equal(one, other))
+        return bool((one == other).all())
     if dtype in ("float16", "bfloat16"):
         one, other = one.astype("float32"), other.astype("float32")
-    finite = np.isfinite(one)
-    if not np.array_equal(finite, np.isfinite(other)):
+    finite = _finite(one)
+    if not (finite == _finite(other)).all():
         return False
     one, other = one[finite], other[finite]
-    size = max(np.abs(one).max(initial=0), np.abs(other).max(initial=0))
-    return bool(np.abs(one - other).max(initial=0) <= tolerance * size)
+    size = max(abs(one).max(initial=0), abs(other).max(initial=0))
+    return bool(abs(one - other).max(initial=0) <= tolerance * size)
+
+
+def _finite(array: Any) -> Any:
+    """Which numbers of an array are finite."""
+    return abs(array) < float("inf")
