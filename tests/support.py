@@ -167,6 +167,9 @@ def train(
     return model, history
 
 
+# The minor version of Keras 3.
+KERAS = int(keras.__version__.split(".")[1])
+
 # How plain Keras trains, unless told otherwise: a few steps take less time than a trace. With
 # several outputs it needs `plain={}`: Keras weighs their losses in another way in eager mode.
 # Eagerly, JAX would compile each operation by itself.

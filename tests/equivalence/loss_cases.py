@@ -20,6 +20,7 @@ from builders import (
 )
 from case import case
 from keras import layers, losses, optimizers
+from support import KERAS
 
 REDUCTIONS = ["sum_over_batch_size", "mean", "mean_with_sample_weight", "sum"]
 CASES = {}
@@ -148,7 +149,7 @@ CASES["sum-of-flattened-values"] = case(
     quick="eager",
 )
 # An older Keras adds an epsilon to each mask, which the mean then has too.
-if tuple(map(int, keras.__version__.split(".")[:2])) > (3, 12):
+if KERAS > 12:
     CASES["scalar-mean-over-a-masked-output"] = case(
         masked,
         padded(),

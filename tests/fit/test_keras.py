@@ -268,7 +268,8 @@ def test_own_metrics(mode):
         inputs = keras.Input([4])
         return OwnMetrics(inputs, layers.Dense(2)(inputs))
 
-    check(build, X, Y, **MODES[mode])
+    # Compared in the same mode: eager Keras 3.12 rounds the loss to float32.
+    check(build, X, Y, plain={}, **MODES[mode])
 
 
 @pytest.mark.eager

@@ -119,7 +119,7 @@ def test_an_own_predict_step_is_left_alone():
             return tf.shape(data[0] if isinstance(data, tuple) else data)[:1]
 
     inputs = keras.Input([3])
-    model = macrobatch.accumulate(Own(inputs, inputs), micro_batch_size=4)
+    model = macrobatch.accumulate(Own(inputs, keras.layers.Identity()(inputs)), micro_batch_size=4)
     assert model.predict(x, batch_size=10, verbose=0).tolist() == [10, 10, 3]
 
 

@@ -101,7 +101,10 @@ class Temperature(keras.Model):
 
 def temperature():
     inputs = keras.Input([4])
-    hidden = layers.Dense(5, "tanh", kernel_regularizer="l2", activity_regularizer="l1")(inputs)
+    # L1 of Keras 3.12 is float32.
+    penalty = keras.regularizers.L1L2(l1=0.01)
+    dense = layers.Dense(5, "tanh", kernel_regularizer="l2", activity_regularizer=penalty)
+    hidden = dense(inputs)
     return Temperature(inputs, layers.Dense(3)(hidden))
 
 

@@ -187,8 +187,8 @@ MUTANTS = [
     Mutant(
         "fit: metrics start anew with each batch",
         "_tensorflow/folds.py",
-        "return latest(start)._replace(start=start)",
-        "return latest(start)",
+        "return Fold(start, push, push,",
+        "return Fold(tf.zeros_like(start), push, push,",
         (LOSSES + "[metrics-graph]",),
     ),
     Mutant(

@@ -47,7 +47,13 @@ def latest(like: Any) -> Fold:
 
 def carried(start: Tensor) -> Fold:
     """The value of a variable, from micro-batch to micro-batch."""
-    return latest(start)._replace(start=start)
+
+    def push(_: Tensor, value: Tensor, index: Size = 0) -> Tensor:
+        # Keras 3.12's Precision has no shape after an update. A loop wants that of the start.
+        value.set_shape(start.shape)
+        return value
+
+    return Fold(start, push, push, lambda value: value)
 
 
 def pooled(like: Any) -> Fold:
