@@ -11,7 +11,7 @@ import contender
 import keras_contenders
 
 import macrobatch
-from macrobatch._fit.install import accumulation_of
+from macrobatch._keras.installed import accumulation_of
 
 MOST = 300  # updates in which a size must be found
 versions = keras_contenders.versions

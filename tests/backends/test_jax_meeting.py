@@ -8,6 +8,7 @@ import pytest
 from keras import layers, ops
 
 import macrobatch
+from macrobatch._jax.meeting import Meeting
 
 pytestmark = pytest.mark.examples_meet
 
@@ -22,11 +23,11 @@ class Centred(layers.Layer):
         return x - ops.mean(x, axis=0)
 
 
-def said_of(*inner, loss="mse", **options):
+def said_of(*inner, loss="mse", size=6, **options):
     """What is said of examples that meet in a fit, whose metrics and seeds go on as before."""
     model = keras.Sequential([keras.Input([4]), *inner, layers.Dense(3)])
     model.compile(keras.optimizers.SGD(0.01), loss, **options)
-    macrobatch.accumulate(model, 6)
+    macrobatch.accumulate(model, size)
     random = np.random.default_rng(0)
     x, y = random.normal(size=[24, 4]), random.normal(size=[24, 3])
     with warnings.catch_warnings(record=True) as caught:
@@ -36,16 +37,36 @@ def said_of(*inner, loss="mse", **options):
     return [str(each.message) for each in found]
 
 
-@pytest.mark.parametrize("jit_compile", [True, False])
-def test_a_loss(jit_compile):
-    (message,) = said_of(loss=contrastive, jit_compile=jit_compile)
+class Zero(layers.Layer):
+    """Begins as a layer in which no examples meet. Its gradient shows that they will."""
+
+    def build(self, shape):
+        self.gate = self.add_weight(shape=(), initializer="zeros")
+
+    def call(self, x):
+        return x + self.gate * ops.mean(x, axis=0)
+
+
+# Micro-batches of 8 are as large as those of the trial, for which the step is compiled already.
+@pytest.mark.parametrize(("size", "jit_compile"), [(6, True), (8, True), (6, False)])
+def test_a_loss(size, jit_compile):
+    (message,) = said_of(loss=contrastive, size=size, jit_compile=jit_compile)
     assert message.startswith("Examples meet in these losses: 'contrastive'. ")
 
 
-def test_a_layer():
-    (message,) = said_of(Centred(name="culprit"))
+@pytest.mark.parametrize("size", [6, 8])
+@pytest.mark.parametrize("kind", [Centred, Zero])
+def test_a_layer(kind, size):
+    (message,) = said_of(kind(name="culprit"), size=size)
     assert message.startswith("Examples meet in these layers: 'culprit'. ")
 
 
-def test_random_layers_are_silent():
-    assert said_of(layers.Dropout(0.5, seed=1), layers.GaussianNoise(0.5)) == []
+@pytest.mark.parametrize("size", [6, 8])
+def test_random_layers_are_silent(size):
+    assert said_of(layers.Dropout(0.5, seed=1), layers.GaussianNoise(0.5), size=size) == []
+
+
+def test_what_is_compiled_already_is_enough(monkeypatch):
+    """Losses and gradients of four micro-batches tell it, and nothing else is compiled."""
+    monkeypatch.setattr(Meeting, "_runs", lambda *_: pytest.fail("compiled for the trial"))
+    assert said_of(layers.Dense(4, "tanh"), layers.Dropout(0.5, seed=1), size=8) == []

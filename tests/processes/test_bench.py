@@ -1,5 +1,7 @@
 """The arithmetic and the tables of the benchmarks, on made-up measurements."""
 
+import ast
+import importlib
 import sys
 from pathlib import Path
 
@@ -20,6 +22,19 @@ def results(**seconds):
         for name, times in seconds.items()
     }
     return {"contenders": contenders}
+
+
+def imported_from_macrobatch():
+    for path in FOLDER.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("macrobatch"):
+                yield from ((path.name, node.module, name.name) for name in node.names)
+
+
+@pytest.mark.parametrize(("file", "module", "name"), list(imported_from_macrobatch()))
+def test_what_contenders_import_is_there(file, module, name):
+    """They look into private rooms, and run in processes of their own, far from any test."""
+    assert hasattr(importlib.import_module(module), name), file
 
 
 def test_a_ratio_is_of_times_of_the_same_round():

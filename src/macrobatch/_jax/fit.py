@@ -193,12 +193,14 @@ class Accumulation(Installed):
             return Halves(
                 functools.partial(self.steps.found, measures=measures), self.steps.updated
             )
-        found_of = turns.compiled(self.steps, training=True, measures=measures)
+        found_of = turns.Compiled(self.steps, training=True, measures=measures)
+        if not measures:
+            self.meeting.compiled = found_of
         updated = jax.jit(self.steps.updated, donate_argnums=(0, 1))
         return Halves(lambda state, data: found_of(State(*state), data), updated)
 
     def _compiled_test_step(self) -> Callable[..., Any]:
-        found_of = turns.compiled(self.steps, training=False)
+        found_of = turns.Compiled(self.steps, training=False)
 
         def test_step(state: Any, data: Any) -> Any:
             trained, others, metrics = state

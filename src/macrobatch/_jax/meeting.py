@@ -1,6 +1,6 @@
 """The trial of fit() whether examples meet, on JAX."""
 
-from typing import Any, Dict, List, Tuple
+from typing import Any, Dict, Iterator, List, Tuple
 
 import jax
 from jax import numpy as jnp
@@ -20,18 +20,34 @@ class Meeting(FirstBatch):
     def __init__(self, model: Any, cut: Cut, with_losses: bool):
         super().__init__(model, cut, with_losses, ENGINE)
         self.state: Any = None
+        self.compiled: Any = None
 
     def verdict(self, tried: Tried, groups: comparison.Groups, is_coarse: bool) -> meeting.Verdict:
         if self._model.jit_compile and not self._model.run_eagerly:
-            passes = self._compiled(tried, groups)
             compare = comparison.Comparison(groups, is_coarse)
-            if not compare.meeting(passes):
-                return meeting.Verdict(unknown=compare.not_finite(passes))
+            if not is_coarse and self._are_apart(tried, groups, compare):
+                return meeting.Verdict()
+            outcome = compare.outcome(self._runs(tried, groups))
+            if not outcome.meeting:
+                return meeting.Verdict(unknown=outcome.unknown)
         # Which layer it is, is seen at once only. JAX compiles each operation then, for itself.
         with StateScope(self._model, State(*self.state)):
             return super().verdict(tried, groups, is_coarse)
 
-    def _compiled(self, tried: Tried, groups: comparison.Groups) -> List[comparison.Found]:
+    def _are_apart(
+        self, tried: Tried, groups: comparison.Groups, compare: comparison.Comparison
+    ) -> bool:
+        """Whether the losses and the gradients of micro-batches are sums over examples.
+
+        What gives them is compiled already. BatchNormalization has moments of each micro-batch
+        there. False if that is not known, or hard to tell from rounding.
+        """
+        if self.compiled is None or tried.has_moments():
+            return False
+        sums = self.compiled.sums_of_each(State(*self.state), groups)
+        return sums is not None and compare.are_sums(sums)
+
+    def _runs(self, tried: Tried, groups: comparison.Groups) -> Iterator[comparison.Found]:
         """What comes of the groups, from one function that is compiled.
 
         BatchNormalization normalises by the moments of the first run in all of them.
@@ -54,11 +70,11 @@ class Meeting(FirstBatch):
         if tried.has_moments():
             like = jax.eval_shape(run, first, state, [], jnp.ones([], bool))[1]
             moments = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
-        compiled, passes = jax.jit(run, compiler_options=_quickly()), []
+        compiled = jax.jit(run, compiler_options=_quickly())
         for index, micro_batch in enumerate(groups.micro_batches):
             found, moments = compiled(micro_batch, state, moments, jnp.asarray(index == 0))
-            passes.append(found)
-        return passes
+            yield found
+            del found  # It may be large.
 
 
 def _quickly() -> Dict[str, Any]:

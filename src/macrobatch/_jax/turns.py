@@ -7,12 +7,15 @@ The sums of a batch are in one piece of memory, which goes from micro-batch to m
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import jax
+import numpy as np
+from jax import numpy as jnp
 
 from macrobatch._jax import devices, loop
 from macrobatch._jax.engine import ENGINE
 from macrobatch._jax.halves import Found
 from macrobatch._jax.state import State, StateScope
 from macrobatch._jax.steps import Steps, batch_of, counted_by
+from macrobatch._keras.comparison import Groups
 from macrobatch._types import Batch, Part, Tensor, Whole
 
 
@@ -53,6 +56,22 @@ class Turns:
             for index in range(run.count):
                 total = turn(total, state, batch, counts, index)
         return self._finish(total, state)
+
+    def sums_of_each(self, state: State, groups: Groups) -> Optional[List[List[Any]]]:
+        """The sums of micro-batches, each by itself, on the host; None if of another size."""
+        if groups.size != self._runs[0].size:
+            return None
+
+        def sums(micro_batch: Batch) -> List[Any]:
+            # In a batch of the shapes that are compiled. Only its first micro-batch runs.
+            rows = jax.tree.map(self._repeated, micro_batch)
+            total = self._turns[0](self._start(state), state, rows, self._no_counts, 0)
+            return [np.asarray(each) for each in total.sums]
+
+        return [sums(each) for each in groups.micro_batches]
+
+    def _repeated(self, leaf: Tensor) -> Tensor:
+        return jnp.asarray(np.resize(np.asarray(leaf), (self._examples, *leaf.shape[1:])))
 
     def _cut(self, batch: Batch) -> Any:
         return self._steps.cut.apply(batch, self._examples, ENGINE)
@@ -97,28 +116,41 @@ class Turns:
             )
 
 
-def compiled(steps: Steps, training: bool, measures: bool = False) -> Callable[[State, Any], Found]:
-    """What a batch comes to, of a state and data: everything but the update, compiled.
+class Compiled:
+    """What a batch comes to, of a state and data: everything but the update, compiled."""
 
-    Args:
-        steps: the steps of the model.
-        training: whether the model is trained, or tested.
-        measures: whether to measure the gradient noise scale.
-    """
-    if not steps.takes_turns or devices.are_several():
-        return _in_one_piece(steps, training, measures)
-    made: Dict[Any, Turns] = {}
+    def __init__(self, steps: Steps, training: bool, measures: bool = False):
+        """Compiles nothing yet.
 
-    def found(state: State, data: Any) -> Found:
-        batch = batch_of(data)
+        Args:
+            steps: the steps of the model.
+            training: whether the model is trained, or tested.
+            measures: whether to measure the gradient noise scale.
+        """
+        self._arguments = steps, training, measures
+        self._takes_turns = steps.takes_turns and not devices.are_several()
+        self._in_one_piece = _in_one_piece(*self._arguments)
+        self._made: Dict[Any, Turns] = {}
+        self._latest: Optional[Turns] = None
+
+    def __call__(self, state: State, data: Any) -> Found:
+        if not self._takes_turns:
+            return self._in_one_piece(state, data)
+        steps, batch = self._arguments[0], batch_of(data)
         leaves, structure = jax.tree.flatten(batch)
         shapes = tuple((leaf.shape, leaf.dtype) for leaf in leaves)
         key = structure, shapes, _size_of_now(steps)
-        if key not in made:
-            made[key] = Turns(steps, training, measures, state, *steps.check(batch))
-        return made[key].found(state, batch)
+        if key not in self._made:
+            self._made[key] = Turns(*self._arguments, state, *steps.check(batch))
+        self._latest = self._made[key]
+        return self._latest.found(state, batch)
 
-    return found
+    def sums_of_each(self, state: State, groups: Groups) -> Optional[List[List[Any]]]:
+        """The gradients and the losses of some micro-batches, from the same state, on the host.
+
+        None if nothing is compiled for micro-batches of their size.
+        """
+        return None if self._latest is None else self._latest.sums_of_each(state, groups)
 
 
 def _in_one_piece(steps: Steps, training: bool, measures: bool) -> Callable[[State, Any], Found]:

@@ -1,6 +1,6 @@
 """What is the same, but for rounding, in four runs of a few examples: see meeting.py."""
 
-from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, Dict, Iterable, List, NamedTuple, Optional, Sequence, Tuple, Union
 
 import keras
 from keras import ops
@@ -59,43 +59,67 @@ class Groups(NamedTuple):
         return int(shape[axis] // self.size * self.first)
 
 
+class Outcome(NamedTuple):
+    """What four runs show.
+
+    Attributes:
+        meeting: the names of the values in which examples meet.
+        unknown: the names of the sums that are not finite in some run.
+    """
+
+    meeting: List[str]
+    unknown: Tuple[str, ...]
+
+
+# Of each run: the run before it in which its first half was the same, and that of its last half.
+BEFORE = [(None, None), (None, 0), (0, None), (1, 2)]
+
+
 class Comparison:
     """What is the same but for rounding, of four runs."""
 
     def __init__(self, groups: Groups, is_coarse: bool):
         self._groups, self._is_coarse = groups, is_coarse
 
-    def meeting(self, passes: Sequence[Found]) -> List[str]:
-        """The names of the values in which examples meet."""
-        return [
-            name
-            for name, value in passes[0].items()
-            if not self._is_apart([each[name] for each in passes])
-        ]
+    def outcome(self, runs: Iterable[Found]) -> Outcome:
+        """What four runs show, taken one after the other.
 
-    def not_finite(self, passes: Sequence[Found]) -> Tuple[str, ...]:
-        """The names of the sums that are not finite in some run."""
-        return tuple(
-            name
-            for name, value in passes[0].items()
-            if not len(value.shape)
-            and not all(_finite(calls.on_host(each[name])) for each in passes)
+        Of each run only what is still to be compared is kept. All predictions of four runs might
+        take more memory than training does.
+        """
+        seen: Dict[str, Union[_Sum, _Rows]] = {}
+        following = iter(runs)
+        for place in range(len(BEFORE)):
+            self._take(place, next(following), seen)
+        sums = [(name, each) for name, each in seen.items() if isinstance(each, _Sum)]
+        return Outcome(
+            [name for name, each in seen.items() if not each.are_apart()],
+            tuple(name for name, each in sums if not all(map(_finite, each.values))),
         )
 
-    def _is_apart(self, values: Sequence[Tensor]) -> bool:
-        if len(values[0].shape) == 0:
-            return self._is_sum(values)
-        return self._are_rows(values, [0]) is not False
+    def _take(self, place: int, found: Found, seen: Dict[str, Any]) -> None:
+        for name, value in found.items():
+            if not place:
+                kind = _Rows if len(value.shape) else _Sum
+                seen[name] = kind(self._groups, value, self._tolerance(value))
+            seen[name].take(place, value)
 
-    def _is_sum(self, values: Sequence[Tensor]) -> bool:
-        tolerance = self._tolerance(values[0])
-        here, other_a, other_b, both = (float(calls.on_host(each)) for each in values)
-        size = max(abs(here), abs(other_a), abs(other_b), abs(both))
-        if not size < float("inf"):  # nor if it is not a number
-            return True
-        spread = max(here, other_a, other_b, both) - min(here, other_a, other_b, both)
-        allowed = tolerance.spread * spread + tolerance.size * size
-        return abs(here - other_a - other_b + both) <= allowed
+    def are_sums(self, runs: Sequence[Sequence[Any]]) -> bool:
+        """Whether arrays are finite, and sums over examples: gradients and losses of four runs.
+
+        Nothing is left to rounding, so False may mean nothing.
+        """
+        largest = max([0.0, *(float(abs(each).max(initial=0)) for each in runs[0])])
+
+        def is_sum(values: Sequence[Any]) -> bool:
+            here, other_a, other_b, both = values
+            own = max(float(abs(each).max(initial=0)) for each in values)
+            # The gradient of a bias that has no effect is rounding alone.
+            allowed = self._tolerance(here).size * (own + largest / 10)
+            rest = float(abs(here - other_a - other_b + both).max(initial=0))
+            return rest <= allowed < float("inf")
+
+        return all(map(is_sum, zip(*runs)))
 
     def _are_rows(self, values: Sequence[Tensor], axes: Iterable[int]) -> Optional[bool]:
         """Whether, along one of some axes, each example has its own; None if nobody can tell."""
@@ -181,6 +205,56 @@ class Comparison:
         if self._is_coarse or name in ("float16", "bfloat16"):
             return COARSE
         return DOUBLE if name == "float64" else SINGLE
+
+
+class _Sum:
+    """A value that must be a sum over examples, but for a constant."""
+
+    def __init__(self, groups: Groups, value: Tensor, tolerance: Tolerance):
+        self._tolerance = tolerance
+        self.values: List[float] = []
+
+    def take(self, place: int, value: Tensor) -> None:
+        """Takes the value of the next run."""
+        self.values.append(float(calls.on_host(value)))
+
+    def are_apart(self) -> bool:
+        """Whether nothing shows that examples meet."""
+        here, other_a, other_b, both = self.values
+        size = max(map(abs, self.values))
+        if not size < float("inf"):  # nor if it is not a number
+            return True
+        spread = max(self.values) - min(self.values)
+        allowed = self._tolerance.spread * spread + self._tolerance.size * size
+        return abs(here - other_a - other_b + both) <= allowed
+
+
+class _Rows:
+    """A value in which each example must have rows of its own."""
+
+    def __init__(self, groups: Groups, value: Tensor, tolerance: Tolerance):
+        self._shape, self._tolerance = value.shape, tolerance.rows
+        self._start = groups.start_of_last(0, value.shape)
+        self._differ = False
+        self._kept: Dict[Tuple[int, int], Any] = {}
+
+    def take(self, place: int, value: Tensor) -> None:
+        """Takes the value of the next run."""
+        if value.shape != self._shape:  # Ragged inputs have various lengths.
+            self._start = None
+        if self._start is None or keras.backend.standardize_dtype(value.dtype) == "string":
+            return
+        # With arrays of NumPy: JAX would compile each operation.
+        halves = _halves(calls.on_host(value), 0, self._start)
+        for index, (half, before) in enumerate(zip(halves, BEFORE[place])):
+            if before is None:
+                self._kept[place, index] = half.copy()  # A part would keep the whole.
+            elif not _close(self._kept.pop((before, index)), half, self._tolerance):
+                self._differ = True
+
+    def are_apart(self) -> bool:
+        """Whether nothing shows that examples meet."""
+        return self._start is None or not self._differ
 
 
 def _halves(values: Tensor, axis: int, start: int) -> Tuple[Tensor, Tensor]:

@@ -101,11 +101,11 @@ def find(
             next_run()
             return run(micro_batch)
 
-        passes = [found(each) for each in groups.micro_batches]
-        values, unknown = compare.meeting(passes), compare.not_finite(passes)
-        if not values:
+        meeting, unknown = compare.outcome(found(each) for each in groups.micro_batches)
+        if not meeting:
             return Verdict(unknown=unknown)
-        if compare.differ(passes[0], found(groups.micro_batches[0])):
+        same = groups.micro_batches[0]
+        if compare.differ(found(same), found(same)):
             return Verdict(is_random=True)
         return _named(found, groups, engine, compare)._replace(unknown=unknown)
 
@@ -129,7 +129,7 @@ def _named(
             recorded.append(found)
         culprits = compare.culprits(recorded)
         if not culprits:
-            return Verdict(_unique(layers), compare.meeting(passes))
+            return Verdict(_unique(layers), compare.outcome(passes).meeting)
         for culprit in culprits:
             made = compare.as_if_apart(culprit) if len(layers) < NAMED else None
             if made is None:  # What follows cannot be told from what this layer causes.
