@@ -28,14 +28,16 @@ def draw(section, results, path):
 
 
 def figures(section, results):
-    """The shares, or the times lost, of all contenders."""
+    """The shares, the times lost, or the processor times, of all contenders."""
     contenders = [c for c in results["contenders"].values() if "failed" not in c]
-    what = "share" if any("share" in each for each in contenders) else "lost"
+    meanings = {"share": "peak over the limit", "lost": "seconds lost"}
+    meanings["seconds"] = "processor seconds (lower is better)"
+    what = next(each for each in meanings if each in contenders[0])
     size = (10, 1.3 + 0.36 * len(contenders))
     figure, axes = plt.subplots(figsize=size, layout="constrained")
     labels = [each["label"] for each in contenders]
     axes.barh(labels, [measures.spread(each[what]).median for each in contenders], color=OURS)
-    axes.set_xlabel("peak over the limit" if what == "share" else "seconds lost")
+    axes.set_xlabel(meanings[what])
     axes.invert_yaxis()
     return figure
 

@@ -42,7 +42,7 @@ class Meeting(FirstBatch):
         What gives them is compiled already. BatchNormalization has moments of each micro-batch
         there. False if that is not known, or hard to tell from rounding.
         """
-        if self.compiled is None or tried.has_moments():
+        if self.compiled is None or tried.normalizing():
             return False
         sums = self.compiled.sums_of_each(State(*self.state), groups)
         return sums is not None and compare.are_sums(sums)
@@ -52,7 +52,7 @@ class Meeting(FirstBatch):
 
         BatchNormalization normalises by the moments of the first run in all of them.
         """
-        layers: List[Any] = []
+        layers = tried.normalizing()
 
         def run(
             micro_batch: Batch, state: Tuple[Any, ...], moments: List[Any], is_first: Tensor
@@ -65,11 +65,8 @@ class Meeting(FirstBatch):
 
         # A state has memory of the optimizer too, which is of no use here.
         state: Any = (self.state[0], self.state[1], [], self.state[3])
-        first = groups.micro_batches[0]
-        moments: List[Any] = []
-        if tried.has_moments():
-            like = jax.eval_shape(run, first, state, [], jnp.ones([], bool))[1]
-            moments = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), like)
+        # Nearly all layers are called once. Should it be otherwise, it is compiled once more.
+        moments: List[Any] = [[batch_norm.nothing(layer)[1:]] for layer in layers]
         compiled = jax.jit(run, compiler_options=_quickly())
         for index, micro_batch in enumerate(groups.micro_batches):
             found, moments = compiled(micro_batch, state, moments, jnp.asarray(index == 0))

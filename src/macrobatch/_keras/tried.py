@@ -60,10 +60,10 @@ class Tried(ModelStep):
                 found[f"{LOSS} {index}"] = term.numerator
         return found
 
-    def has_moments(self) -> bool:
-        """Whether any layer may normalise by the moments of a micro-batch."""
+    def normalizing(self) -> List[Any]:
+        """The layers that may normalise by the moments of a micro-batch."""
         kind = keras.layers.BatchNormalization
-        return any(isinstance(layer, kind) for layer in _internals.layers_of(self.model))
+        return [layer for layer in _internals.layers_of(self.model) if isinstance(layer, kind)]
 
     def messages(self, groups: Groups, verdict: Verdict) -> List[str]:
         """What to say of a trial."""
