@@ -92,13 +92,13 @@ def bar_panel(axes, names, values, form, mark=None):
 
 def memory(section, results):
     figure, axes = plt.subplots(figsize=(7.5, 4.3), layout="constrained")
-    micro = sections.MEMORY_MICRO_BATCH
-    ours = [k * micro for k in sections.MEMORY_KS]
-    for prefix, batches, colour, label in [
-        ("plain", sections.PLAIN_BATCHES, PLAIN, "plain Keras"),
-        ("macrobatch", ours, OURS, f"macrobatch, micro-batches of {micro}"),
+    micro, contenders = sections.MEMORY_MICRO_BATCH, results["contenders"]
+    for prefix, colour, label in [
+        ("plain", PLAIN, "plain Keras"),
+        ("macrobatch", OURS, f"macrobatch, micro-batches of {micro}"),
     ]:
-        known = [b for b in batches if results["contenders"][f"{prefix} {b}"].get("peak")]
+        named = [name for name in contenders if name.startswith(prefix + " ")]
+        known = [int(name.split()[1]) for name in named if contenders[name].get("peak")]
         values = [measures.peak(results, f"{prefix} {b}").median for b in known]
         axes.plot(known, values, "o-", color=colour, label=label, linewidth=2)
         for batch, value in list(zip(known, values))[-1:]:
@@ -111,19 +111,19 @@ def memory(section, results):
                 color=colour,
                 fontsize=9,
             )
-    if results["contenders"]["plain 4"].get("peak"):
+    if contenders["plain 4"].get("peak"):
         limit = 1.08 * measures.peak(results, "plain 4").median
         axes.axhline(
             limit, color=TARGET, linestyle="--", linewidth=1.2, label="target: 1.08 x plain batch 4"
         )
     axes.set_xscale("log", base=2)
-    axes.set_xticks(ours, [f"{batch}\nK={batch // micro}" for batch in ours])
+    axes.set_xticks(known, [f"{batch}\nK={batch // micro}" for batch in known])
     axes.set_xlabel("batch size")
     axes.set_ylabel("peak memory of the process, MiB")
     axes.set_ylim(0)
     axes.margins(x=0.08, y=0.12)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False, loc="upper left")
+    axes.legend(loc="best", frameon=False)
     return figure
 
 
