@@ -19,6 +19,7 @@ GIB = 2**30
     [
         (MemoryError(), True),
         (jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes."), True),
+        (jax.errors.JaxRuntimeError("INTERNAL: Out of memory allocating 9 bytes."), True),
         (jax.errors.JaxRuntimeError("INTERNAL: something else"), False),
         (ValueError("RESOURCE_EXHAUSTED"), False),
     ],

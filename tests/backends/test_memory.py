@@ -12,7 +12,7 @@ import macrobatch
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 # MiB, and how many times 512 rows. A compiler that has no memory ends the process: JAX needs more.
-ROOM = {"torch": (250, 1), "jax": (600, 3)}
+ROOM = {"torch": (250, 1), "jax": (500, 3)}
 
 
 @thorough
@@ -30,7 +30,7 @@ def test_training_in_too_little_memory_ends_where_unlimited_training_ends():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert {"torch": "can't allocate", "jax": "RESOURCE_EXHAUSTED"}[BACKEND] in found["plain"]
+    assert {"torch": "can't allocate", "jax": "Out of memory"}[BACKEND] in found["plain"]
     for case in ("from_the_start", "longer_in_the_middle"):
         assert found[case]["difference"] < 1e-10
     assert found["from_the_start"]["sizes"][0] < 512

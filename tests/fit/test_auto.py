@@ -138,6 +138,42 @@ def test_train_on_batch_and_evaluate(monkeypatch):
     np.testing.assert_allclose(after, expected.evaluate(x, y, verbose=0), rtol=1e-10)
 
 
+def pooled():
+    """A model of sequences of any length."""
+    keras.utils.set_random_seed(1)
+    pool = keras.layers.GlobalAveragePooling1D()
+    return compiled(keras.Sequential([keras.Input([None, 4]), pool, keras.layers.Dense(1)]))
+
+
+def kinds_of_batches():
+    random = np.random.default_rng(0)
+    for length, *weights in [(4,), (9,), (9, random.random(16)), (30,), (4,)]:
+        yield (random.normal(size=[16, length, 4]), random.normal(size=[16, 1]), *weights)
+
+
+def test_batches_of_all_kinds_where_memory_is_watched(monkeypatch):
+    """A rehearsal is made for each: of x and y alone, of other lengths, with weights."""
+    monkeypatch.setattr(limit, "running_out_is_an_error", lambda on_gpu: False)
+    expected, model = pooled(), macrobatch.accumulate(pooled())
+    for batch in kinds_of_batches():
+        of_expected = expected.train_on_batch(*batch)
+        np.testing.assert_allclose(model.train_on_batch(*batch), of_expected, rtol=1e-10)
+    assert_same(expected, model)
+
+
+@pytest.mark.filterwarnings("ignore:.*shuffle=True", "ignore:Your input ran out of data")
+@pytest.mark.parametrize("size", [4, "auto"])
+@pytest.mark.parametrize("run_eagerly", [False, True])
+def test_a_generator_that_yields_none(size, run_eagerly):
+    """Keras makes an Optional of it."""
+    models = [compiled(dense(), run_eagerly=run_eagerly) for _ in range(2)]
+    macrobatch.accumulate(models[1], size)
+    for model in models:
+        parts = ((x[start : start + 12], y[start : start + 12], None) for start in (0, 12, 24))
+        model.fit(parts, steps_per_epoch=3, verbose=0)
+    assert_same(*models)
+
+
 @thorough
 @pytest.mark.parametrize("is_watched", [False, pytest.param(True, marks=thorough)])
 def test_replicas_have_one_size(is_watched, monkeypatch):

@@ -63,7 +63,7 @@ class OneByOne:
                 batch = self._taken(iterator)
             except (StopIteration, tf.errors.OutOfRangeError):
                 break
-            logs = self._attempt(run, batch)
+            logs = self._attempt(run, tf.nest.map_structure(_or_none, batch))
         if logs is None:
             raise StopIteration
         return logs
@@ -90,6 +90,11 @@ class OneByOne:
 
     def _run(self, batch: Batch) -> Logs:
         return self._function(iter([batch]))
+
+
+def _or_none(leaf: Any) -> Any:
+    """A part of a batch. Keras makes an Optional of None that a generator yields."""
+    return None if isinstance(leaf, tf.experimental.Optional) else leaf
 
 
 def _fits(spec: Any, batch: Batch) -> bool:

@@ -32,7 +32,7 @@ def from_types(model: Any, batch: Batch, axis: Optional[int] = None) -> None:
 
 
 def _symbolic(leaf: Any, axis: Optional[int]) -> Any:
-    if leaf is None:
+    if leaf is None or isinstance(leaf, tf.OptionalSpec):  # None, from a generator
         return None
     shape: List[Any] = [None, *leaf.shape[1:]]
     if axis is not None and len(shape) > axis:

@@ -103,8 +103,11 @@ class Auto(FoundSizes):
         jax.block_until_ready(result)
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that there was not enough memory, on a device or on the host."""
     if isinstance(error, MemoryError):
         return True
-    return isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error)
+    # The class says nothing more. Some texts start with the name of the status, others do not.
+    texts = ("RESOURCE_EXHAUSTED", "Out of memory allocating")
+    is_of_jax = isinstance(error, jax.errors.JaxRuntimeError)
+    return is_of_jax and any(text in str(error) for text in texts)

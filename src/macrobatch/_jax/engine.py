@@ -5,6 +5,7 @@ import contextvars
 from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import jax
+import jax.experimental.sparse
 import numpy as np
 from jax import lax
 from jax import numpy as jnp
@@ -114,6 +115,19 @@ def on_devices(devices: Devices) -> Iterator[None]:
 def this_device() -> Optional[Devices]:
     """The devices among which code runs on this one; None if there is one."""
     return _devices.get()
+
+
+def arrays(nest: Any) -> Any:
+    """A nest with all that it has as arrays. Sparse ones become dense: a part of a compiled batch
+    has to have a shape that is known, and its numbers have none.
+    """
+
+    def array(leaf: Any) -> Any:
+        if isinstance(leaf, jax.experimental.sparse.JAXSparse):
+            leaf = leaf.todense()
+        return None if leaf is None else jnp.asarray(leaf)
+
+    return tree.map_structure(array, nest)
 
 
 def is_traced(value: Any) -> bool:

@@ -10,6 +10,7 @@ import numpy as np
 from jax import lax
 
 from macrobatch import _internals
+from macrobatch._jax.auto import is_out_of_memory
 from macrobatch._jax.engine import ENGINE
 from macrobatch._keras import trials
 from macrobatch._keras.trials import Seen
@@ -72,9 +73,7 @@ class _Trials(trials.Trials):
             )
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        # The class says nothing more. Its text starts with the name of a status.
-        is_told = isinstance(error, self.failures) and "RESOURCE_EXHAUSTED" in str(error)
-        return is_told or isinstance(error, MemoryError)
+        return is_out_of_memory(error)
 
     @contextlib.contextmanager
     def in_float64(self) -> Iterator[None]:

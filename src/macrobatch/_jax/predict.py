@@ -4,13 +4,11 @@ from typing import Any, Callable, List, Tuple
 
 import jax
 import keras
-from jax import numpy as jnp
-from keras import tree
 
 from macrobatch._batches import predicted
 from macrobatch._batches.cut import Cut
 from macrobatch._jax import devices, loop
-from macrobatch._jax.engine import ENGINE
+from macrobatch._jax.engine import ENGINE, arrays
 from macrobatch._types import Batch, Part, Tensor
 
 # The values of trained and of other variables.
@@ -50,7 +48,7 @@ def step_of(
     def step(state: State, data: Any) -> Tuple[Any, State]:
         trained, others = state
         x, _, _ = keras.utils.unpack_x_y_sample_weight(data)
-        x = tree.map_structure(lambda leaf: None if leaf is None else jnp.asarray(leaf), x)
+        x = arrays(x)
         if not has_size():
             outputs, others = own(state, x)
             return outputs, (trained, others)

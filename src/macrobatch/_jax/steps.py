@@ -13,7 +13,7 @@ from macrobatch import _checks, _internals, _optimizer_checks
 from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
 from macrobatch._jax import devices, loop, squares
-from macrobatch._jax.engine import ENGINE, any_is_traced
+from macrobatch._jax.engine import ENGINE, any_is_traced, arrays
 from macrobatch._jax.halves import Found
 from macrobatch._jax.state import State, StateScope
 from macrobatch._keras import checks as keras_checks
@@ -299,5 +299,4 @@ def widened(gradient: Tensor) -> Tensor:
 
 def batch_of(data: Any) -> Batch:
     """x, y and sample_weight, as arrays."""
-    batch = keras.utils.unpack_x_y_sample_weight(data)
-    return tree.map_structure(lambda leaf: None if leaf is None else jnp.asarray(leaf), batch)
+    return arrays(keras.utils.unpack_x_y_sample_weight(data))
