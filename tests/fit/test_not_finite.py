@@ -2,6 +2,7 @@
 nonfinite="raise" leaves everything as it was.
 """
 
+import contextlib
 import warnings
 
 import keras
@@ -15,6 +16,7 @@ from test_accumulator_everywhere import mirrored
 
 import macrobatch
 from macrobatch._accumulate import settings_of
+from macrobatch._keras.installed import accumulation_of
 
 SKIP = {"micro_batch_size": 3, "nonfinite": "skip"}
 RAISE = {"micro_batch_size": 3, "nonfinite": "raise"}
@@ -291,6 +293,17 @@ def test_what_is_known_of_the_first_batch(quiet):
     count = len(traces)
     model.fit(bad, shuffle=False, verbose=0)
     assert len(traces) == count
+
+
+@pytest.mark.parametrize("mode", ["graph", "replicas"])
+def test_a_batch_that_is_run_again_counts_once(quiet, mode):
+    with mirrored(2).scope() if mode == "replicas" else contextlib.nullcontext():
+        model = mlp()
+        model.compile("sgd", "mse")
+    macrobatch.accumulate(model, **SKIP)
+    ran = accumulation_of(model).count()
+    model.fit(batches_of((with_bad(X)[:24], Y[:24])), verbose=0)
+    assert ran.totals()[0] == 3
 
 
 # Said

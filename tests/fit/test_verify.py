@@ -293,6 +293,8 @@ def test_a_size_that_would_be_found_is_a_quarter_of_the_batch():
 def test_what_cannot_be_verified():
     with pytest.raises(ValueError, match="must be compiled"):
         verified(keras.Sequential([layers.Dense(1)]), (X, Y))
+    with pytest.raises(ValueError, match=r"sample_weight=8.*micro_batch_size=8"):
+        macrobatch.verify(mlp(), X, Y, 8)
     with pytest.raises(ValueError, match="Only one of micro_batch_size"):
         macrobatch.verify(mlp(), X, Y, micro_batch_size=2, micro_batch_tokens=2)
     with pytest.raises(ValueError, match="Build it first"):

@@ -70,6 +70,15 @@ def test_without_matplotlib(script, capsys, monkeypatch):
     assert "ran" not in error
 
 
+@pytest.mark.parametrize("path", ["not_there/plan.png", "plan.abc", "."])
+def test_a_picture_that_cannot_be_written(script, capsys, path):
+    script("print('ran')\n" + FIT)
+    assert cli.main(["plan", "--plot", path, "script.py"]) == 2
+    error = capsys.readouterr().err
+    assert f"Received: {path}. " in error
+    assert "ran" not in error
+
+
 def test_what_is_missing(capsys):
     with pytest.raises(SystemExit) as end:
         cli.main(["plan"])

@@ -217,6 +217,17 @@ def test_a_script_ends_as_in_plain_python(tmp_path, text):
     assert shown == plain.stderr.replace(str(tmp_path).encode() + b"/", b"")
 
 
+def test_a_model_that_is_not_compiled():
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    watching = hook.Hook({"micro_batch_size": 2})
+    watching.install()
+    try:
+        with pytest.raises(ValueError, match=r"You must call `compile\(\)`"):
+            model.fit(np.ones([4, 3]), np.ones([4, 1]), verbose=0)
+    finally:
+        watching.uninstall()
+
+
 FAKE_KERAS = """
 print("keras is imported")
 class Model:

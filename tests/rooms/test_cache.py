@@ -53,6 +53,7 @@ def test_is_in_the_folder_of_keras(home, monkeypatch):
         json.dumps({"size": True, "bytes": 0, "key": KEY}),
         json.dumps({"size": 8, "bytes": 0, "key": {}}),
         "\x00\xff",
+        "[" * 100_000,
     ],
 )
 def test_a_damaged_file_is_ignored_with_a_warning(text):

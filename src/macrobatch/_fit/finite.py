@@ -6,14 +6,15 @@ import keras
 import tensorflow as tf
 
 from macrobatch._fit.guard import Guard
+from macrobatch._fit.ran import Ran
 from macrobatch._keras.model import ModelStep
-from macrobatch._keras.skipping import Skipping
+from macrobatch._keras.skipping import Run, Skipping
 from macrobatch._keras.tried import Tried
 from macrobatch._tensorflow import sums
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._tensorflow.examples import Examples
 from macrobatch._tensorflow.tap import unchanged
-from macrobatch._types import Batch, Tensor
+from macrobatch._types import Batch, Logs, Tensor
 
 
 class Finite(Skipping):
@@ -27,9 +28,20 @@ class Finite(Skipping):
         size: Callable[[], int],
         tried: Callable[[], Tried],
         before_again: Callable[[int], None],
+        ran: Ran,
     ):
         super().__init__(model, guard, ENGINE, size, tried, before_again)
-        self._strategy = strategy
+        self._strategy, self._ran = strategy, ran
+
+    def __call__(self, run: Run, batch: Batch) -> Logs:
+        """As there. However often a batch is run, it counts once."""
+        before = self._ran.now()
+
+        def again(batch: Batch) -> Logs:
+            self._ran.put_back(before)
+            return run(batch)
+
+        return super().__call__(again, batch)
 
     def examples_of(self, batch: Batch) -> Examples:
         return Examples(batch, self._strategy)

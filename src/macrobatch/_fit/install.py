@@ -68,6 +68,7 @@ class Accumulation(Installed, Fitting):
             lambda: self.cut.size or 0,
             lambda: Tried(model, ENGINE, self.micro_batch_weight, self.tries_losses),
             self._on_trial_again,
+            self.ran,
         )
 
     def methods(self) -> Dict[str, Callable[..., Any]]:

@@ -1,6 +1,6 @@
 """How many batches and micro-batches there were in training, where anybody wants to know."""
 
-from typing import Any
+from typing import Any, List
 
 import tensorflow as tf
 
@@ -24,6 +24,18 @@ class Ran:
         """Counts a batch. In a replica, its part."""
         if self.variable is not None:
             self.variable.assign_add(tf.cast(tf.stack([1, micro_batches]), tf.int64))
+
+    def now(self) -> List[Any]:
+        """The counts so far, of each replica."""
+        if self.variable is None:
+            return []
+        return [part.read_value() for part in replicas.parts(self._strategy, self.variable)]
+
+    def put_back(self, counts: List[Any]) -> None:
+        """Lets the counts be as they were, before a batch is run again."""
+        if counts:
+            for part, value in zip(replicas.parts(self._strategy, self.variable), counts):
+                part.assign(value)
 
     def totals(self) -> Any:
         """Batches and micro-batches so far, over all replicas of this process."""

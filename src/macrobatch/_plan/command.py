@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib.util
+import os
 import sys
 from typing import Any, Dict, List, NamedTuple, Optional
 
@@ -67,10 +68,20 @@ def run(target: List[str], options: Options) -> int:
 
 def _check_plot(path: Optional[str]) -> None:
     """Raises before any work if there can be no picture."""
-    if path is not None and importlib.util.find_spec("matplotlib") is None:
+    if path is None:
+        return
+    if importlib.util.find_spec("matplotlib") is None:
         raise CannotCapture(
             "--plot needs matplotlib, which is not installed. Install it with: pip install "
             '"macrobatch[plot]", or leave --plot out.'
+        )
+    from macrobatch._plan import plot
+
+    folder, kind = os.path.dirname(path) or ".", os.path.splitext(path)[1][1:].lower()
+    if not os.path.isdir(folder) or kind not in plot.kinds():
+        raise CannotCapture(
+            f"--plot needs the name of a picture, in a folder that is there. Received: {path}. "
+            f"Pass for instance plan.png. Kinds: {', '.join(plot.kinds())}."
         )
 
 

@@ -8,6 +8,13 @@ from macrobatch._sizes.limit import shown
 BLUE, ORANGE, RED, GREY = "#2b6cb0", "#dd6b20", "#c53030", "#718096"
 
 
+def kinds() -> List[str]:
+    """The ends that names of pictures may have."""
+    from matplotlib.figure import Figure
+
+    return sorted(Figure().canvas.get_supported_filetypes())
+
+
 def draw(plan: Plan, path: str) -> None:
     """Writes the picture of a plan to a file."""
     from matplotlib.figure import Figure

@@ -128,7 +128,8 @@ class Fits:
 
 def _updates(model: Any) -> int:
     """How many updates a model's optimizer has made."""
-    return 0 if model.optimizer is None else int(model.optimizer.iterations)
+    optimizer = getattr(model, "optimizer", None)  # A model that is not compiled has none.
+    return 0 if optimizer is None else int(optimizer.iterations)
 
 
 def _again(first: Any, rest: Any) -> Any:

@@ -47,7 +47,7 @@ def read(key: Dict[str, Any]) -> Optional[Found]:
             raise ValueError("its contents are not those of a size")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         warnings.warn(
             f"The file {path!r}, with a size of micro-batches that was found before, is ignored: "
             f"it cannot be read ({type(error).__name__}: {error}). The size is looked for again, "

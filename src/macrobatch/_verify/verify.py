@@ -98,6 +98,12 @@ def verify(
     }
     checks.keras_model(model)
     _check(model)
+    if isinstance(sample_weight, (int, float, str)):
+        raise ValueError(
+            "sample_weight must have a weight for each example. Received: "
+            f"sample_weight={sample_weight!r}. To say how large micro-batches are, name the "
+            "argument: verify(model, x, y, micro_batch_size=8)."
+        )
     settings = {name: value for name, value in settings.items() if value is not None}
     settings = settings or settings_of(model) or {}
     batch_checks.sizes(
