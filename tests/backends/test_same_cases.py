@@ -10,6 +10,8 @@ OF_COMPILER = [
     "ignore:.*torch.jit:DeprecationWarning",
     "ignore:Dynamo detected a call",
     "ignore:jit_compile=True has no effect",
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore:If `run_eagerly` is True",
 ]
 
 
