@@ -50,6 +50,7 @@ def test_is_in_the_folder_of_keras(home, monkeypatch):
         '{"size": 8}',
         json.dumps({"size": "8", "bytes": 0, "key": KEY}),
         json.dumps({"size": 0, "bytes": 0, "key": KEY}),
+        json.dumps({"size": 65, "bytes": 0, "key": KEY}),
         json.dumps({"size": True, "bytes": 0, "key": KEY}),
         json.dumps({"size": 8, "bytes": 0, "key": {}}),
         "\x00\xff",

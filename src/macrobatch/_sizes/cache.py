@@ -43,7 +43,12 @@ def read(key: Dict[str, Any]) -> Optional[Found]:
             entry = json.load(file)
         found = Found(entry["size"], entry["bytes"])
         numbers = all(type(number) is int for number in found)
-        if not numbers or found.size < 1 or found.bytes < 0 or entry["key"] != key:
+        if (
+            not numbers
+            or not 1 <= found.size <= key["whole"]
+            or found.bytes < 0
+            or entry["key"] != key
+        ):
             raise ValueError("its contents are not those of a size")
     except FileNotFoundError:
         return None
