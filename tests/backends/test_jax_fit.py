@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+from jax.experimental import sparse
 from jax_support import (
     accumulate,
     assert_same,
@@ -158,6 +159,21 @@ def test_the_moving_statistics_of_batch_normalization_are_pooled():
         else:
             model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
     assert_same(plain, accumulated)
+
+
+def test_sparse_inputs():
+    plain, accumulated = pair(dense)
+    for model in (plain, accumulated):
+        model.compile(keras.optimizers.SGD(0.1), "mse")
+    accumulate(accumulated)
+    for start in (0, 7):
+        x, y = (part[start : start + 7] for part in (X, Y))
+        of_plain = plain.train_on_batch(x, y)
+        of_sparse = accumulated.train_on_batch(sparse.BCOO.fromdense(x), y)
+        np.testing.assert_allclose(of_sparse, of_plain, rtol=1e-10)
+    assert_same(plain, accumulated)
+    found = accumulated.predict(sparse.BCOO.fromdense(X), batch_size=7, verbose=0)
+    np.testing.assert_allclose(found, plain.predict(X, verbose=0), rtol=1e-10)
 
 
 def test_train_on_batch_and_evaluate():

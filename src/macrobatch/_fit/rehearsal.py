@@ -21,18 +21,18 @@ class Rehearsal:
         if self._steps.model.run_eagerly:
             self._steps.rehearse(rows)
             return
-        flat = tf.nest.flatten(rows)
-        absent = [leaf is None for leaf in flat]
-        there = [leaf for leaf in flat if leaf is not None]  # None has no place in a signature.
+        # None has no place in a signature.
+        there = [leaf for leaf in tf.nest.flatten(rows) if leaf is not None]
+        absent = tf.nest.map_structure(lambda leaf: leaf is None, rows)
         specs = graph.specs_of(there, any_size=True)
-        places = tf.nest.map_structure(lambda leaf: leaf is None, rows)
-        key = (repr(places), *specs)
+        key = (repr(absent), *specs)
         if key not in self._functions:
 
             def rehearse(there: List[Any]) -> Any:
                 leaves = iter(there)
-                full = [None if is_none else next(leaves) for is_none in absent]
-                return self._steps.rehearse(tf.nest.pack_sequence_as(places, full))
+                return self._steps.rehearse(
+                    tf.nest.map_structure(lambda gone: None if gone else next(leaves), absent)
+                )
 
             function = tf.function(rehearse, input_signature=[specs], autograph=False)
             self._functions[key] = function

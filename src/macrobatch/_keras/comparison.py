@@ -137,11 +137,14 @@ class Comparison:
         if keras.backend.standardize_dtype(values[0].dtype) == "string":
             return True
         # From here on with arrays of NumPy: JAX would compile each operation.
-        firsts, lasts = zip(*(_halves(calls.on_host(each), axis, start) for each in values))
-        pairs = [(firsts[0], firsts[2]), (firsts[1], firsts[3])]
-        pairs += [(lasts[0], lasts[1]), (lasts[2], lasts[3])]
+        halves = [_halves(calls.on_host(each), axis, start) for each in values]
         tolerance = self._tolerance(values[0]).rows
-        return all(_close(one, other, tolerance) for one, other in pairs)
+        return all(
+            _close(halves[before][index], half, tolerance)
+            for own, places in zip(halves, BEFORE)
+            for index, (half, before) in enumerate(zip(own, places))
+            if before is not None
+        )
 
     def differ(self, some: Found, others: Found) -> bool:
         """Whether two runs of the same examples differ."""
