@@ -20,18 +20,16 @@ from macrobatch._tensorflow.trial import Done
 from macrobatch._types import Batch, Size
 
 
-def verdict_of(
-    run: Callable[[Batch], comparison.Found], groups: comparison.Groups, is_coarse: bool
-) -> meeting.Verdict:
-    """What a trial of a function shows. Outside of graphs. No variable is changed.
+def verdict_of(tried: meeting.Tried, groups: comparison.Groups, is_coarse: bool) -> meeting.Verdict:
+    """What a trial shows. Outside of graphs. No variable is changed.
 
     Args:
-        run: a function of a micro-batch. What it writes to Keras variables must stay in a scope.
+        tried: what is tried. What it writes to Keras variables must stay in a scope.
         groups: examples, from `meeting.groups`.
         is_coarse: whether numbers are of less than 32 bits somewhere.
     """
     with unchanged():
-        return meeting.find(run, groups, ENGINE, is_coarse)
+        return meeting.find(tried, groups, ENGINE, is_coarse)
 
 
 def is_cut(examples: Size, cut: Cut, several: bool) -> bool:
@@ -62,8 +60,10 @@ _done = Done()
 _warned: "weakref.WeakSet[Any]" = weakref.WeakSet()  # of code
 
 
-class OfForward:
+class OfForward(meeting.Tried):
     """The trial of a user's `forward`: once for its code and its variables."""
+
+    _name = "forward"
 
     def __init__(self, function: Callable[[Any], Any], variables: Sequence[Any]):
         self._function, self._variables = function, list(variables)
@@ -109,18 +109,26 @@ class OfForward:
         groups = meeting.groups(batch, ENGINE.examples(batch), size, ENGINE)
         assert groups is not None
         try:
-            verdict = verdict_of(self._found, groups, low_precision([]))
+            verdict = verdict_of(self, groups, low_precision([]))
         except Exception:  # What belongs to a graph, for one, cannot be had outside of it.
             return
         for message in self._messages(verdict):
             _warned.add(self._code)
             _checks.warn(message, _checks.ExactnessWarning)
 
-    def _found(self, micro_batch: Batch) -> comparison.Found:
+    def found(self, micro_batch: Batch) -> comparison.Found:
+        return self._run(micro_batch, Written([], self._variables, ENGINE))
+
+    def alone(self, micro_batch: Batch) -> comparison.Found:
+        written = Written([], self._variables, ENGINE)
+        found = self._run(micro_batch, written, drops=False)
+        return {} if written.drew else found
+
+    def _run(self, micro_batch: Batch, written: Written, drops: bool = True) -> comparison.Found:
         def code() -> Any:
             return self._function(micro_batch)
 
-        result = stateless.run(code, Written([], self._variables, ENGINE), [], alone=True).value
+        result = stateless.run(code, written, [], alone=True, drops=drops).value
         return self._values(result, ENGINE.examples(micro_batch))
 
     def _values(self, result: Any, examples: Size) -> comparison.Found:
@@ -133,6 +141,8 @@ class OfForward:
             return [meeting_checks.RANDOM]
         if verdict.layers or verdict.values:
             return [self._message(verdict.layers)]
+        if verdict.sized_layers or verdict.sized:
+            return [meeting_checks.of_function_and_size(self._name, verdict.sized_layers)]
         return [meeting_checks.NOT_FINITE] if verdict.unknown else []
 
     def _message(self, layers: Sequence[str]) -> str:
@@ -141,6 +151,8 @@ class OfForward:
 
 class OfLossFn(OfForward):
     """The trial of a user's `loss_fn`."""
+
+    _name = "loss_fn"
 
     def __init__(self, function: Callable[[Any], Any], variables: Sequence[Any], has_aux: bool):
         super().__init__(function, variables)

@@ -148,7 +148,7 @@ def said_of(
         warnings.simplefilter("always")
         model.fit(x, y, verbose=0, shuffle=False, **({"batch_size": 24} if fit is None else fit))
     found = [str(each.message) for each in caught]
-    starts = ("Examples meet", "It is not known whether examples meet")
+    starts = ("Examples meet", "It is not known whether examples meet", "These l")
     meeting = [message for message in found if message.startswith(starts)]
     assert not strict or meeting == found
     return meeting
@@ -237,6 +237,104 @@ def test_several_steps_in_an_execution_and_single_batches():
     macrobatch.accumulate(model, 6)
     with pytest.warns(ExactnessWarning, match="'culprit'"):
         model.train_on_batch(*data(24))
+
+
+# How many examples there are, and their places
+
+
+def squares(y_true, y_pred):
+    return ops.mean(ops.square(y_true - y_pred), axis=-1)
+
+
+def of_number(y_true, y_pred):
+    return squares(y_true, y_pred) / ops.cast(ops.shape(y_pred)[0], y_pred.dtype)
+
+
+def of_places(y_true, y_pred):
+    """A loss that gives later examples more weight."""
+    losses = squares(y_true, y_pred)
+    return losses * ops.cumsum(ops.ones_like(losses))
+
+
+class ByNumber(layers.Layer):
+    def call(self, x):
+        return x / ops.cast(ops.shape(x)[0], x.dtype)
+
+
+class ByPlace(layers.Layer):
+    def call(self, x):
+        return x + ops.cumsum(ops.ones_like(x), axis=0)
+
+
+@pytest.mark.parametrize("loss", [of_number, of_places])
+@pytest.mark.parametrize("inner", [[], [layers.Dropout(0.5)], [layers.GaussianNoise(1.0)]])
+def test_losses_that_depend_on_how_many_examples_there_are(loss, inner):
+    (message,) = said_of(build(*inner), loss=loss)
+    assert message.startswith("These losses depend on how many examples a micro-batch has, ")
+    assert (
+        f"examples a micro-batch has, or on the place of an example in it: {loss.__name__!r}"
+        in (message)
+    )
+    assert "whole_batch_loss=True" in message
+
+
+@pytest.mark.parametrize("layer", [ByNumber, ByPlace])
+@pytest.mark.parametrize("before", [[], [layers.Dropout(0.5)], [layers.BatchNormalization()]])
+def test_layers_that_depend_on_how_many_examples_there_are(layer, before):
+    model = build(*before, layer(name="culprit"), layers.Dense(4))
+    message = said_of(model, strict=not any("norm" in each.name for each in before))[0]
+    assert message.startswith("These layers depend on how many examples a micro-batch has, ")
+    assert "'culprit'" in message
+
+
+@pytest.mark.eager
+def test_a_loss_of_the_whole_batch_may_depend_on_how_many_examples_there_are():
+    options = {"loss": of_number, "cut": {"whole_batch_loss": True}}
+    assert said_of(build(), **options) == []
+    (message,) = said_of(build(ByNumber(name="culprit")), **options)
+    assert "'culprit'" in message
+
+
+def test_one_of_several_outputs_depends_on_how_many_examples_there_are():
+    inputs = keras.Input([FEATURES])
+    hidden = layers.Dense(4, activation="tanh")(inputs)
+    outputs = {name: layers.Dense(CLASSES, name=name)(hidden) for name in ("one", "two")}
+    x, y = data()
+    losses = {"one": "mse", "two": of_number}
+    weights = {"one": np.arange(24.0) % 3, "two": np.arange(24.0) % 2}
+    fit = {"batch_size": 24, "sample_weight": weights}
+    model = keras.Model(inputs, outputs)
+    (message,) = said_of(model, x, {"one": y, "two": y}, loss=losses, fit=fit)
+    assert "'two'" in message
+    assert "'one'" not in message
+
+
+class OwnLoss(keras.Model):
+    """A model whose loss draws, and asks for what its layers have added."""
+
+    def __init__(self, by_number, draws):
+        super().__init__()
+        self.dense = layers.Dense(CLASSES, kernel_regularizer="l2")
+        self.noise = layers.GaussianNoise(1.0) if draws else layers.Identity()
+        self.by_number = by_number
+
+    def call(self, x):
+        return self.dense(x)
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        losses = squares(y, self.noise(y_pred, training=True))
+        reduced = ops.sum(losses) if self.by_number else ops.mean(losses)
+        return reduced + sum(self.losses)
+
+
+@pytest.mark.parametrize(
+    ("by_number", "draws", "expected"),
+    [(True, False, True), (False, False, False), (True, True, False)],
+)
+def test_an_own_loss_that_depends_on_how_many_examples_there_are(by_number, draws, expected):
+    """Of what a loss draws, other numbers of examples get other numbers: nothing is known."""
+    said = said_of(OwnLoss(by_number, draws), strict=False)
+    assert [message[:12] for message in said] == (["These losses"] if expected else [])
 
 
 # What is named

@@ -22,13 +22,35 @@ def groups(examples=20, size=6, dtype="float64"):
     return meeting.groups({"x": x, "none": None}, examples, size, ENGINE)
 
 
+class Function(meeting.Tried):
+    """A function of an array, of any number of examples."""
+
+    def __init__(self, run):
+        self._run = run
+
+    def found(self, batch):
+        return self._run(ops.convert_to_tensor(batch["x"]))
+
+    alone = found
+
+    def apart(self, made):
+        return [self.found(batch) for batch in made.batches]
+
+
 def find(run, is_coarse=False, **options):
-    of_array = lambda batch: run(ops.convert_to_tensor(batch["x"]))  # noqa: E731
-    return meeting.find(of_array, groups(**options), ENGINE, is_coarse)
+    return meeting.find(Function(run), groups(**options), ENGINE, is_coarse)
 
 
 def values(run, **options):
+    """The names of values in which examples meet."""
     return list(find(run, **options).values)
+
+
+def sized(run, size=12, **options):
+    """The names of values that depend on how many examples there are, each once."""
+    verdict = find(run, size=size, **options)
+    assert not verdict.values
+    return list(dict.fromkeys(verdict.sized))
 
 
 @pytest.mark.parametrize("examples", [2, 3, 5, 6, 7, 11, 12, 20])
@@ -84,6 +106,86 @@ def test_what_meets_is_found(meets, examples):
     ]
 
 
+def places(x):
+    """The place of each example."""
+    return ops.expand_dims(ops.cast(ops.arange(x.shape[0]), x.dtype), 1)
+
+
+@pytest.mark.parametrize(
+    "depends",
+    [
+        lambda x: ops.sum(ops.square(x)) / x.shape[0],
+        lambda x: ops.sum(places(x) * x),
+        lambda x: 1.0 + ops.sum(x - x),  # Counts once per micro-batch.
+        lambda x: x / x.shape[0],
+        lambda x: x + places(x),
+        lambda x: ops.reshape(x / x.shape[0], (-1,)),
+    ],
+)
+@pytest.mark.parametrize(("examples", "size"), [(40, 12), (13, 12), (40, 9)])
+def test_what_depends_on_how_many_examples_there_are_is_found(depends, examples, size):
+    found = {"sum": ops.sum, "rows": ops.tanh, "depends": depends}
+    run = lambda x: {name: function(x) for name, function in found.items()}  # noqa: E731
+    assert sized(run, examples=examples, size=size) == ["depends"]
+
+
+@pytest.mark.parametrize("examples", [7, 8, 9, 20])
+def test_what_is_the_same_of_any_number_of_examples_is_silent(examples):
+    """Of fewer than four, two pieces would say little."""
+
+    def run(x):
+        return {
+            "sum": ops.sum(ops.square(x)),
+            "rows": ops.tanh(x),
+            "positions": ops.reshape(x, (-1,)),
+            "of nobody": ops.zeros([7]),
+            "numbers": ops.argmax(x, axis=1),
+            "infinite": ops.sum(x) * float("inf"),
+        }
+
+    assert sized(run, examples=examples, size=examples) == []
+
+
+def test_a_few_examples_that_rounding_turns_are_no_dependence():
+    """Another size may round in another way, and a layer that rounds makes much of little."""
+
+    def run(turned):
+        def rows(x):
+            few = ops.cast(ops.arange(x.shape[0]) < (turned if x.shape[0] < 6 else 0), x.dtype)
+            return {"rows": ops.sign(x) * (1 - 2 * few[:, None])}
+
+        return sized(rows)
+
+    assert run(1) == []
+    assert run(3) == ["rows"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_coarse", "tolerance"),
+    [("float64", False, 1e-2), ("float64", True, 5e-2), ("float16", False, 5e-2)],
+)
+@pytest.mark.parametrize("kind", ["sum", "rows"])
+def test_tolerances_of_sizes(dtype, is_coarse, tolerance, kind):
+    def run(part):
+        def found(x):
+            factor = 1 + part / x.shape[0]
+            x = ops.cast(ops.abs(x) * factor, dtype)
+            return {kind: ops.sum(x) if kind == "sum" else x}
+
+        return sized(found, is_coarse=is_coarse)
+
+    assert run(tolerance) == []
+    assert run(12 * tolerance) == [kind]
+
+
+def test_a_model_for_one_number_of_examples_is_not_tried_with_others():
+    def run(x):
+        assert x.shape[0] == 12
+        return {"rows": x}
+
+    assert sized(run) == []
+
+
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])
 def test_tolerances(dtype):
     """Rounding of the dtype is none of the examples' business; ten times a tolerance is."""
@@ -128,10 +230,29 @@ class Centred(layers.Layer):
         return x - ops.mean(x, axis=0, keepdims=True)
 
 
-def named(*inner, of=lambda y: {"y": y}):
+def named(*inner, of=lambda y: {"y": y}, **options):
     keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.Input([3]), *inner])
-    return find(lambda x: of(model(x, training=True)))
+    return find(lambda x: of(model(x, training=True)), **options)
+
+
+class ByNumber(layers.Layer):
+    def call(self, x):
+        return x / ops.sum(ops.ones_like(x), axis=0)
+
+
+class ByPlace(layers.Layer):
+    def call(self, x):
+        return x + ops.cumsum(ops.ones_like(x), axis=0)
+
+
+@pytest.mark.parametrize("kind", [ByNumber, ByPlace])
+def test_a_layer_that_depends_on_how_many_examples_there_are_is_named(kind):
+    dense = [layers.Dense(3, activation="tanh", dtype="float64") for _ in range(2)]
+    inner = keras.Sequential([keras.Input([3]), kind(name="culprit", dtype="float64")])
+    verdict = named(dense[0], inner, dense[1], size=12)
+    assert list(verdict.sized_layers) == ["culprit"]
+    assert not verdict.layers
 
 
 def test_layers_are_named_and_what_follows_is_not():

@@ -106,7 +106,7 @@ class Meeting:
         messages: List[str] = []
         for groups in self._groups(batch):
             try:
-                verdict = verdict_of(tried.found, groups, is_coarse)
+                verdict = verdict_of(tried, groups, is_coarse)
                 found: List[str] = tried.messages(groups, verdict)
                 return found
             except Exception as error:  # The model has been trained on a batch: that goes on.

@@ -87,7 +87,7 @@ class _Trials(trials.Trials):
         return tf.data.Dataset.from_tensors(keras.utils.pack_x_y_sample_weight(*batch))
 
     def verdict(self, tried: Tried, groups: Groups, is_coarse: bool) -> meeting.Verdict:
-        return verdict_of(tried.found, groups, is_coarse)
+        return verdict_of(tried, groups, is_coarse)
 
 
 TRIALS = _Trials(ENGINE)

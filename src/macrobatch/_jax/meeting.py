@@ -3,12 +3,13 @@
 from typing import Any, Dict, Iterator, List, Tuple
 
 import jax
+import numpy as np
 from jax import numpy as jnp
 
 from macrobatch._batches.cut import Cut
 from macrobatch._jax.engine import ENGINE
 from macrobatch._jax.state import State, StateScope
-from macrobatch._keras import batch_norm, comparison, meeting
+from macrobatch._keras import batch_norm, comparison, meeting, pieces
 from macrobatch._keras.first_batch import FirstBatch
 from macrobatch._keras.tried import Tried
 from macrobatch._types import Batch, Tensor
@@ -26,10 +27,10 @@ class Meeting(FirstBatch):
         if self._model.jit_compile and not self._model.run_eagerly:
             compare = comparison.Comparison(groups, is_coarse)
             if not is_coarse and self._are_apart(tried, groups, compare):
-                return meeting.Verdict()
+                return self._of_sizes(tried, groups, is_coarse)
             outcome = compare.outcome(self._runs(tried, groups))
             if not outcome.meeting:
-                return meeting.Verdict(unknown=outcome.unknown)
+                return self._of_sizes(tried, groups, is_coarse)._replace(unknown=outcome.unknown)
         # Which layer it is, is seen at once only. JAX compiles each operation then, for itself.
         with StateScope(self._model, State(*self.state)):
             return super().verdict(tried, groups, is_coarse)
@@ -72,6 +73,38 @@ class Meeting(FirstBatch):
             found, moments = compiled(micro_batch, state, moments, jnp.asarray(index == 0))
             yield found
             del found  # It may be large.
+
+    def _of_sizes(
+        self, tried: Tried, groups: comparison.Groups, is_coarse: bool
+    ) -> meeting.Verdict:
+        """Which losses depend on how many examples there are, or on their places.
+
+        Nothing is compiled but the losses. So layers are not tried, and losses get predictions that
+        are made up.
+        """
+        made = pieces.of(groups, ENGINE, is_coarse)
+        if made is None:
+            return meeting.Verdict()
+
+        def predicted(micro_batch: Batch, state: Tuple[Any, ...]) -> Any:
+            with StateScope(self._model, State(*state)):
+                return tried.predicted(micro_batch)
+
+        def losses(batches: List[Batch], y_pred: Any, state: Tuple[Any, ...]) -> Any:
+            with StateScope(self._model, State(*state)):
+                return tried.losses_of(made._replace(batches=batches), y_pred)
+
+        random = np.random.default_rng(0)
+        state: Any = (self.state[0], self.state[1], [], self.state[3])
+        try:
+            y_pred = jax.tree.map(
+                lambda leaf: jnp.asarray(random.uniform(0.05, 0.95, leaf.shape), leaf.dtype),
+                jax.eval_shape(predicted, made.batches[0], state),
+            )
+            compiled = jax.jit(losses, compiler_options=_quickly())
+            return meeting.Verdict(sized=made.differing(compiled(made.batches, y_pred, state)))
+        except Exception:  # Some losses take one number of examples only.
+            return meeting.Verdict()
 
 
 def _quickly() -> Dict[str, Any]:

@@ -63,7 +63,7 @@ class FirstBatch:
 
     def verdict(self, tried: Tried, groups: comparison.Groups, is_coarse: bool) -> meeting.Verdict:
         """What a trial shows. Nothing is changed by it, and all of its runs draw the same."""
-        return meeting.find(tried.found, groups, self._engine, is_coarse)
+        return meeting.find(tried, groups, self._engine, is_coarse)
 
     def _declared(self) -> Optional[int]:
         """The number of examples that the model says it takes, if it does."""

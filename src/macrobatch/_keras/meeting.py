@@ -13,7 +13,7 @@ from typing import Callable, Iterable, List, NamedTuple, Optional, Sequence
 
 from keras import tree
 
-from macrobatch._keras import batch_norm, calls
+from macrobatch._keras import batch_norm, calls, pieces
 from macrobatch._keras.comparison import NAMED, Comparison, Found, Groups
 from macrobatch._types import Batch, BatchEngine, Tensor
 
@@ -31,12 +31,42 @@ class Verdict(NamedTuple):
             layer would give.
         is_random: whether two runs of the same examples differ, so that nothing is known.
         unknown: the names of sums that are not finite, so that nothing is known of them.
+        sized_layers: the names of the layers that depend on how many examples there are, or on
+            their places.
+        sized: the names of what was found that depends on these for no reason that a layer gives.
     """
 
     layers: Sequence[str] = ()
     values: Sequence[str] = ()
     is_random: bool = False
     unknown: Sequence[str] = ()
+    sized_layers: Sequence[str] = ()
+    sized: Sequence[str] = ()
+
+
+class Tried:
+    """What is tried: a function of a micro-batch, which leaves everything as it was.
+
+    Seeds, for one. So its random layers draw the same again.
+    """
+
+    def found(self, micro_batch: Batch) -> Found:
+        """What comes of a micro-batch."""
+        raise NotImplementedError
+
+    def alone(self, micro_batch: Batch) -> Found:
+        """The same of any number of examples, with nothing dropped. Nothing if it still draws.
+
+        Of another number of examples, random layers draw other numbers.
+        """
+        return {}
+
+    def apart(self, made: pieces.Pieces) -> Sequence[Found]:
+        """What comes of examples together and of each piece, of one run of all of them.
+
+        So random layers have drawn the same.
+        """
+        return [{} for _ in made.batches]
 
 
 def size_of(micro_batch_size: int) -> int:
@@ -79,17 +109,14 @@ def groups(batch: Batch, examples: int, size: int, engine: BatchEngine) -> Optio
     )
 
 
-def find(
-    run: Callable[[Batch], Found], groups: Groups, engine: BatchEngine, is_coarse: bool = False
-) -> Verdict:
+def find(tried: Tried, groups: Groups, engine: BatchEngine, is_coarse: bool = False) -> Verdict:
     """Runs a function of a micro-batch on groups of examples, and tells whether they meet.
 
     BatchNormalization normalises by the moments of the first run in all of them: it has a message
     of its own, and neither hides nor causes anything here.
 
     Args:
-        run: a function of a micro-batch, which leaves everything as it was: seeds, for one. So that
-            its random layers draw the same again.
+        tried: the function.
         groups: the examples.
         engine: the backend.
         is_coarse: whether numbers are of less than 32 bits somewhere.
@@ -99,15 +126,36 @@ def find(
 
         def found(micro_batch: Batch) -> Found:
             next_run()
-            return run(micro_batch)
+            return tried.found(micro_batch)
 
         meeting, unknown = compare.outcome(found(each) for each in groups.micro_batches)
         if not meeting:
-            return Verdict(unknown=unknown)
+            made = pieces.of(groups, engine, is_coarse)
+            sized = Verdict() if made is None else _of_sizes(tried, made, engine, next_run)
+            return sized._replace(unknown=unknown)
         same = groups.micro_batches[0]
         if compare.differ(found(same), found(same)):
             return Verdict(is_random=True)
         return _named(found, groups, engine, compare)._replace(unknown=unknown)
+
+
+def _of_sizes(
+    tried: Tried, made: pieces.Pieces, engine: BatchEngine, next_run: Callable[[], None]
+) -> Verdict:
+    """What depends on how many examples there are, or on their places."""
+
+    def alone(micro_batch: Batch) -> Found:
+        next_run()
+        return tried.alone(micro_batch)
+
+    try:
+        rows = made.differing([alone(batch) for batch in made.batches])
+        next_run()
+        sums = made.differing(tried.apart(made))
+        layers = made.culprits(alone, engine) if rows else []
+    except Exception:  # Some models take one number of examples only.
+        return Verdict()
+    return Verdict(sized_layers=layers, sized=[*([] if layers else rows), *sums])
 
 
 def _named(

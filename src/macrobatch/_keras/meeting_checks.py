@@ -5,6 +5,7 @@ from typing import List, Sequence
 from macrobatch._checks import some
 
 SO = "so that the update is not that of the whole batch"
+SIZE = "how many examples a micro-batch has, or on the place of an example in it"
 
 
 def messages(layers: Sequence[str], losses: Sequence[str], is_random: bool) -> List[str]:
@@ -34,11 +35,40 @@ def of_losses(names: Sequence[str]) -> str:
     )
 
 
+def of_sizes(layers: Sequence[str], losses: Sequence[str]) -> List[str]:
+    """What to say of layers and of losses that depend on how many examples there are."""
+    found = []
+    if layers:
+        found.append(
+            f"These layers depend on {SIZE}: {some(layers)}. Micro-batches have fewer examples, "
+            f"{SO}. Divide by no number of examples, and take numbers by example from the data, "
+            "not from arange."
+        )
+    if losses:
+        found.append(
+            f"These losses depend on {SIZE}: {some(losses)}. Micro-batches have fewer examples, "
+            f"{SO}. Return one value per example, divided by no number of examples: Keras takes "
+            "the mean. Or compute them on the predictions of the whole batch: "
+            "macrobatch.accumulate(..., whole_batch_loss=True)."
+        )
+    return found
+
+
 def of_loss_fn(names: Sequence[str]) -> str:
     """What to say of a user's `loss_fn`, and of layers that it calls."""
     return _of_function("loss_fn", names) + (
         "Let one function make predictions by example, and compare examples in a loss of the "
         "whole batch: macrobatch.value_and_gradients(..., forward=)."
+    )
+
+
+def of_function_and_size(name: str, layers: Sequence[str]) -> str:
+    """What to say of a user's function that depends on how many examples there are."""
+    which = f" (because of these layers: {some(layers)})" if layers else ""
+    return (
+        f"{name} depends on {SIZE}{which}. Micro-batches have fewer examples, {SO}. Take numbers "
+        "by example from the data, not from arange. Divide what comes of an example by no number "
+        "of examples. A loss is one value per example, or their mean."
     )
 
 

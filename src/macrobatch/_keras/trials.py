@@ -147,4 +147,4 @@ class Trials:
 
     def verdict(self, tried: Tried, groups: Groups, is_coarse: bool) -> meeting.Verdict:
         """What a trial whether examples meet shows."""
-        return meeting.find(tried.found, groups, self.engine, is_coarse)
+        return meeting.find(tried, groups, self.engine, is_coarse)

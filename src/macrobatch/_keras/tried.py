@@ -1,15 +1,17 @@
 """A Keras model in the trial whether examples meet: the terms of its loss, and its predictions."""
 
-from typing import Any, Callable, List, NamedTuple, Optional
+import contextlib
+from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Sequence
 
 import keras
 from keras import ops, tree
 
 from macrobatch import _internals
-from macrobatch._keras import batch_norm, meeting_checks, report
+from macrobatch._keras import batch_norm, meeting, meeting_checks, report
+from macrobatch._keras.added import added_losses
 from macrobatch._keras.comparison import Found, Groups
-from macrobatch._keras.meeting import Verdict
 from macrobatch._keras.model import ModelStep
+from macrobatch._keras.pieces import Pieces
 from macrobatch._keras.scope import Scope, unique
 from macrobatch._types import Batch, BatchEngine, Whole
 
@@ -23,7 +25,7 @@ class Causes(NamedTuple):
     losses: List[str]
 
 
-class Tried(ModelStep):
+class Tried(ModelStep, meeting.Tried):
     """A compiled model as a function of a micro-batch that leaves everything as it was.
 
     Metrics are not run. On several workers, to read them would be to wait for the others.
@@ -37,47 +39,113 @@ class Tried(ModelStep):
         with_losses: bool = True,
     ):
         super().__init__(model, True, engine, micro_batch_weight)
-        self._with_losses = with_losses
+        self._with_losses, self._is_added_to = with_losses, False
         trackers = [v for metric in report.trackers_of(model) for v in metric.variables]
         self._states = unique([*model.metrics_variables, *trackers])
 
     def found(self, micro_batch: Batch) -> Found:
         """The predictions, and the numerator of each term of the loss."""
-        # An own compute_loss may ask a metric. Seeds have the same values again, in each scope.
-        scope = Scope(self._states, [ops.zeros(v.shape, v.dtype) for v in self._states])
-        alone = batch_norm.recorded(alone=True)
-        with alone, scope, _internals.without_replica_scaling():
+        with self._running():
             y_pred = self._forward(micro_batch)
             if self._with_losses:
                 self._collect(micro_batch, y_pred, Whole(self._engine.examples(micro_batch)))
-        found: Found = {}
-        for index, leaf in enumerate(tree.flatten(y_pred)):
-            if ops.is_tensor(leaf) and len(leaf.shape):
-                found[f"{PREDICTIONS} {index}"] = leaf
-        for index, term in enumerate(self.terms):
-            # Of some losses that are given for a single output, Keras uses none.
-            if not (isinstance(term.weight, float) and term.weight == 0):
-                found[f"{LOSS} {index}"] = term.numerator
+        return {**_rows_of(y_pred), **(self._numerators() if self._with_losses else {})}
+
+    def alone(self, micro_batch: Batch) -> Found:
+        with self._running() as scope, scope.dropping(False):
+            y_pred = self._forward(micro_batch)
+        return {} if scope.drew else _rows_of(y_pred)
+
+    def apart(self, made: Pieces) -> Sequence[Found]:
+        return self.losses_of(made, self.predicted(made.batches[0]))
+
+    def predicted(self, micro_batch: Batch) -> Any:
+        """The predictions for some examples."""
+        with self._running():
+            y_pred = self._forward(micro_batch)
+            self._is_added_to = bool(added_losses(_internals.layers_of(self.model)))
+        return y_pred
+
+    def losses_of(self, made: Pieces, y_pred: Any) -> Sequence[Found]:
+        """The terms of the loss of some predictions together, and of each piece of these.
+
+        Losses that are one number for the batch have a message of their own. So does what layers
+        add.
+        """
+        is_cut = all(leaf.shape[0] == made.sizes[0] for leaf in tree.flatten(y_pred))
+        # An own loss may ask for what layers have added, which is of all examples.
+        is_known = not (self.is_overridden and self._is_added_to)
+        if not (self._with_losses and is_cut and is_known):
+            return super().apart(made)
+        first, found = made.sizes[1], []
+        for batch, rows in zip(made.batches, (slice(None), slice(first), slice(first, None))):
+            with self._running() as scope:
+                self._collect(batch, _part_of(y_pred, rows), Whole(made.sizes[0]))
+            of_values = [not term.is_scalar and not term.is_added for term in self.terms]
+            found.append({} if scope.drew else self._numerators(of_values))
         return found
+
+    @contextlib.contextmanager
+    def _running(self) -> Iterator[Scope]:
+        """A scope for a run. An own compute_loss may ask a metric."""
+        # Seeds have the same values again, in each scope.
+        scope = Scope(self._states, [ops.zeros(v.shape, v.dtype) for v in self._states])
+        with batch_norm.recorded(alone=True), scope, _internals.without_replica_scaling():
+            yield scope
+
+    def _numerators(self, wanted: Optional[Sequence[bool]] = None) -> Found:
+        """The numerator of each term of the loss, or of those that are wanted."""
+        # Of some losses that are given for a single output, Keras uses none.
+        return {
+            f"{LOSS} {index}": term.numerator
+            for index, term in enumerate(self.terms)
+            if not (isinstance(term.weight, float) and term.weight == 0)
+            and (wanted is None or wanted[index])
+        }
 
     def normalizing(self) -> List[Any]:
         """The layers that may normalise by the moments of a micro-batch."""
         kind = keras.layers.BatchNormalization
         return [layer for layer in _internals.layers_of(self.model) if isinstance(layer, kind)]
 
-    def messages(self, groups: Groups, verdict: Verdict) -> List[str]:
+    def messages(self, groups: Groups, verdict: meeting.Verdict) -> List[str]:
         """What to say of a trial."""
         found = meeting_checks.messages(*self.causes(verdict), verdict.is_random)
+        found += meeting_checks.of_sizes(*self._causes(verdict.sized_layers, verdict.sized))
         return [*found, meeting_checks.NOT_FINITE] if verdict.unknown else found
 
-    def causes(self, verdict: Verdict) -> Causes:
+    def causes(self, verdict: meeting.Verdict) -> Causes:
         """Where examples meet, in the words of the model."""
-        layers: List[str] = list(verdict.layers)
+        return self._causes(verdict.layers, verdict.values)
+
+    def _causes(self, of_layers: Sequence[str], values: Sequence[str]) -> Causes:
+        layers: List[str] = list(of_layers)
         losses: List[str] = []
-        kinds = [value.split() for value in verdict.values]
+        kinds = [value.split() for value in values]
         if any(kind == PREDICTIONS for kind, _ in kinds):  # Losses have it from them.
             return Causes(layers or [self.model.name], [])
         for _, index in kinds:
             term = self.terms[int(index)]
             (layers if term.is_added else losses).append(term.name)
         return Causes(list(dict.fromkeys(layers)), list(dict.fromkeys(losses)))
+
+
+def _rows_of(y_pred: Any) -> Found:
+    """The predictions by name."""
+    return {
+        f"{PREDICTIONS} {index}": leaf
+        for index, leaf in enumerate(tree.flatten(y_pred))
+        if ops.is_tensor(leaf) and len(leaf.shape)
+    }
+
+
+def _part_of(y_pred: Any, rows: slice) -> Any:
+    """The predictions for some examples, with their masks."""
+
+    def part(leaf: Any) -> Any:
+        mask, found = _internals.mask_of(leaf), leaf[rows]
+        if mask is not None:
+            _internals.set_mask(found, mask[rows])
+        return found
+
+    return tree.map_structure(part, y_pred)

@@ -65,7 +65,7 @@ class _Trying(Counting):
         self.values[f"{REPORTED} {len(self.values)} {name}"] = floating
 
 
-class TriedStep:
+class TriedStep(meeting.Tried):
     """A train step as a function of a micro-batch that leaves everything as it was."""
 
     def __init__(

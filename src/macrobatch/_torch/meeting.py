@@ -1,12 +1,13 @@
 """The trial of fit() whether examples meet, on torch."""
 
-from typing import Any
+from typing import Any, Sequence
 
 import torch
 
 from macrobatch._batches.cut import Cut
 from macrobatch._keras import comparison, meeting
 from macrobatch._keras.first_batch import FirstBatch
+from macrobatch._keras.pieces import Pieces
 from macrobatch._keras.tried import Tried
 from macrobatch._torch import loop
 from macrobatch._torch.engine import ENGINE, Draws, on_device, same_draws
@@ -25,15 +26,33 @@ class Meeting(FirstBatch):
         return on_device(batch)
 
     def verdict(self, tried: Tried, groups: comparison.Groups, is_coarse: bool) -> meeting.Verdict:
-        draws, buffers = Draws(), self._modules.buffers()
-
-        def found(micro_batch: Batch) -> comparison.Found:
-            draws.put_back()
-            loop.free_outputs()
-            return tried.found(micro_batch)
-
+        buffers = self._modules.buffers()
         try:
             with torch.no_grad(), same_draws():
-                return meeting.find(found, groups, ENGINE, is_coarse)
+                again = _Again(tried, self._modules.may_draw)
+                return meeting.find(again, groups, ENGINE, is_coarse)
         finally:
             buffers.put_back()
+
+
+class _Again(meeting.Tried):
+    """What is tried, with the same draws of torch's generators in each run."""
+
+    def __init__(self, tried: Tried, may_draw: bool):
+        self._tried, self._may_draw, self._draws = tried, may_draw, Draws()
+
+    def _start(self) -> None:
+        self._draws.put_back()
+        loop.free_outputs()
+
+    def found(self, micro_batch: Batch) -> comparison.Found:
+        self._start()
+        return self._tried.found(micro_batch)
+
+    def alone(self, micro_batch: Batch) -> comparison.Found:
+        self._start()
+        return {} if self._may_draw else self._tried.alone(micro_batch)
+
+    def apart(self, made: Pieces) -> Sequence[comparison.Found]:
+        self._start()
+        return self._tried.apart(made)

@@ -54,6 +54,11 @@ class Modules:
             buffer for _, module in self._modules() for buffer in module.buffers(recurse=False)
         )
 
+    @property
+    def may_draw(self) -> bool:
+        """Whether there are any, whose random numbers no scope of Keras sees."""
+        return bool(self._modules())
+
     def inexact(self, training: bool) -> List[str]:
         """What cannot equal the whole batch, and the way out."""
         names = [name for name, m in self._modules() if _is_batch_norm(m) and m.training]
