@@ -159,7 +159,7 @@ def test_weights_move_after_the_trial():
             variable.assign(3.0)
 
     step(tf.constant(X))
-    assert calls == [1.0] * 4
+    assert set(calls) == {1.0}
 
 
 def test_replicas():

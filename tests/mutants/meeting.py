@@ -96,10 +96,10 @@ MUTANTS = [
     Mutant(
         "meet: the loss of a micro-batch, not its numerator",
         TRIED,
-        'found[f"{LOSS} {index}"] = term.numerator',
-        'found[f"{LOSS} {index}"] = term.numerator / (\n'
-        "                    1.0 if term.counted is None else self.counts[term.counted].own\n"
-        "                )",
+        'f"{LOSS} {index}": term.numerator\n',
+        'f"{LOSS} {index}": term.numerator / (\n'
+        "                1.0 if term.counted is None else self.counts[term.counted].own\n"
+        "            )\n",
         (FIT + "masked_tokens_are_silent",),
     ),
     Mutant(
@@ -154,8 +154,8 @@ MUTANTS = [
     Mutant(
         "meet: losses that are not finite are taken for a verdict",
         MEETING,
-        "            return Verdict(unknown=unknown)\n",
-        "            return Verdict()\n",
+        "            return sized._replace(unknown=unknown)\n",
+        "            return sized\n",
         (FIT + "no_verdict_where_the_loss_is_not_finite",),
     ),
 ]
