@@ -70,3 +70,29 @@ def test_what_is_compiled_already_is_enough(monkeypatch):
     """Losses and gradients of four micro-batches tell it, and nothing else is compiled."""
     monkeypatch.setattr(Meeting, "_runs", lambda *_: pytest.fail("compiled for the trial"))
     assert said_of(layers.Dense(4, "tanh"), layers.Dropout(0.5, seed=1), size=8) == []
+
+
+def of_number(y_true, y_pred):
+    losses = ops.mean(ops.square(y_true - y_pred), axis=-1)
+    return losses / ops.cast(ops.shape(y_pred)[0], y_pred.dtype)
+
+
+class ByNumber(layers.Layer):
+    def call(self, x):
+        return x / ops.sum(ops.ones_like(x), axis=0)
+
+
+@pytest.mark.parametrize(("size", "jit_compile"), [(6, True), (8, True), (6, False)])
+@pytest.mark.parametrize("inner", [[], [layers.Dropout(0.5, seed=1), layers.BatchNormalization()]])
+def test_a_loss_that_depends_on_how_many_examples_there_are(inner, size, jit_compile):
+    said = said_of(*inner, loss=of_number, size=size, jit_compile=jit_compile)
+    (message,) = [each for each in said if "BatchNormalization" not in each]
+    assert message.startswith("These losses depend on how many examples a micro-batch has, ")
+    assert "'of_number'" in message
+
+
+def test_a_layer_that_depends_on_how_many_examples_there_are():
+    """Compiled, layers are not tried in this way: it would be compiled for two more sizes."""
+    (message,) = said_of(ByNumber(name="culprit"), jit_compile=False)
+    assert message.startswith("These layers depend on how many examples a micro-batch has, ")
+    assert "'culprit'" in message

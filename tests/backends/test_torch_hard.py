@@ -239,6 +239,31 @@ def test_examples_that_meet_are_found():
         model.fit(X, Y, batch_size=8, verbose=0)
 
 
+class ByNumber(layers.Layer):
+    def call(self, x):
+        return x / ops.shape(x)[0]
+
+
+def of_number(y_true, y_pred):
+    return ops.mean(ops.square(y_true - y_pred), axis=-1) / ops.shape(y_pred)[0]
+
+
+@pytest.mark.examples_meet
+@pytest.mark.parametrize(
+    ("inner", "loss", "expected"),
+    [
+        ([ByNumber(name="culprit")], "mse", "layers depend on .*'culprit'"),
+        ([layers.Dropout(0.3), layers.GaussianNoise(0.1)], of_number, "losses depend on .*'of_num"),
+    ],
+)
+def test_what_depends_on_how_many_examples_there_are_is_found(inner, loss, expected):
+    model = keras.Sequential([keras.Input([4]), *inner, layers.Dense(2)])
+    model.compile(keras.optimizers.SGD(0.1), loss)
+    accumulate(model)
+    with pytest.warns(ExactnessWarning, match=f"These {expected}"):
+        model.fit(X, Y, batch_size=8, verbose=0)
+
+
 @pytest.mark.examples_meet
 def test_a_trial_changes_nothing():
     """With the trial and without: the same draws afterwards."""

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, ops
-from support import MODES, thorough, thorough_for
+from support import MODES, TRIAL, thorough, thorough_for
 from test_accumulator_everywhere import mirrored
 
 import macrobatch
@@ -529,10 +529,6 @@ class Seen(layers.Layer):
         return x
 
 
-# The four runs, and then half of the examples, these in two pieces, and half for the loss.
-TRIED = [8, 8, 8, 8, 4, 2, 2, 4]
-
-
 def test_once_for_what_is_compiled():
     seen = Seen()
     model = build(seen)
@@ -540,12 +536,12 @@ def test_once_for_what_is_compiled():
         seen.sizes.clear()
         said_of(model, run_eagerly=False)
         model.fit(*data(), batch_size=24, verbose=0)
-        assert seen.sizes == TRIED
+        assert seen.sizes == TRIAL
     model.compile("sgd", "mse")
     seen.sizes.clear()
     model.fit(*data(), batch_size=24, verbose=0)
     model.evaluate(*data(), batch_size=24, verbose=0)
-    assert seen.sizes == TRIED
+    assert seen.sizes == TRIAL
 
 
 def test_the_trial_writes_nothing():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers, ops
-from support import MODES, assert_same, build_pair, check, thorough, thorough_for
+from support import MODES, TRIAL, assert_same, build_pair, check, thorough, thorough_for
 
 import macrobatch
 
@@ -230,10 +230,6 @@ def test_labels_stay_whole_in_the_batch_that_happens_to_be_as_wide(eagerly):
 # One step
 
 
-# How often the trial whether examples meet runs a model, once, outside of any graph.
-TRIAL = 4
-
-
 class Counting(layers.Layer):
     """Counts how often it is called: in eager mode, forward passes; in a graph, traces."""
 
@@ -268,7 +264,7 @@ def test_eager_mode_runs_each_micro_batch_once(masked, outputs):
         build, x, [y] * outputs if outputs > 1 else y, batch_size=8, run_eagerly=True
     )
     # When it was made, in one batch, and in the trial whether examples meet.
-    assert accumulated.counting.calls == 1 + 3 + TRIAL
+    assert accumulated.counting.calls == 1 + 3 + len(TRIAL)
     accumulated.counting.calls = 0
     accumulated.fit(x, [y] * outputs if outputs > 1 else y, batch_size=8, verbose=0)
     assert accumulated.counting.calls == 3
@@ -289,12 +285,12 @@ def test_a_model_is_traced_once(masked):
     x, y = data(8, 5, 2), data(8, 5, 2)
     counting.calls = 0
     model.fit(x, [y, y], batch_size=8, verbose=0)
-    assert counting.calls == 1 + TRIAL
+    assert counting.calls == 1 + len(TRIAL)
     model.evaluate(x, [y, y], batch_size=8, verbose=0)
-    assert counting.calls == 2 + TRIAL
+    assert counting.calls == 2 + len(TRIAL)
     model.fit(x, [y, y], batch_size=8, epochs=2, verbose=0)
     model.evaluate(x, [y, y], batch_size=8, verbose=0)
-    assert counting.calls == 2 + TRIAL
+    assert counting.calls == 2 + len(TRIAL)
 
 
 # Around fit()
@@ -337,7 +333,7 @@ def test_accumulate_and_release_in_the_middle_of_fit():
     plain.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
     start = Switch(lambda model: macrobatch.accumulate(model, 3))
     later.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[start])
-    assert later.sizes.seen == [8, 3, 3, 2, *[8] * TRIAL, 3, 1]
+    assert later.sizes.seen == [8, 3, 3, 2, *TRIAL, 3, 1]
     assert_same(plain, later)
     later.sizes.seen.clear()
     later.fit(X, Y, batch_size=8, shuffle=False, verbose=0, callbacks=[Switch(macrobatch.release)])

@@ -44,6 +44,18 @@ def mlp(*between, **options):
     return sequential(layers.Dense(4, activation="tanh"), *between, layers.Dense(1), **options)
 
 
+class ByNumber(layers.Layer):
+    """Divides by the number of examples."""
+
+    def call(self, inputs):
+        return inputs / ops.sum(ops.ones_like(inputs), axis=0)
+
+
+def of_number(y_true, y_pred):
+    losses = ops.mean(ops.square(y_true - y_pred), axis=-1)
+    return losses / ops.sum(ops.ones_like(losses))
+
+
 class Centered(layers.Layer):
     """Takes away the mean over the examples."""
 
@@ -342,6 +354,15 @@ INEXACT = {
         {"examples_meet": ("contrastive",)},
         f"Pass {WHOLE}",
     ),
+    "layer-and-size": (
+        lambda: (mlp(ByNumber(name="culprit")), (X, Y)),
+        {"number_of_examples": ("culprit",)},
+    ),
+    "loss-and-size": (
+        lambda: (mlp(loss=of_number), (X, Y)),
+        {"number_of_examples": ("of_number",)},
+        f"Pass {WHOLE}",
+    ),
     "dice": (
         lambda: (
             mlp(layers.Activation("sigmoid"), loss=keras.losses.Dice(name="dice")),
@@ -382,4 +403,4 @@ INEXACT = {
 
 
 # Those with a way out that was tried. The statistics of BatchNormalization are put aside for it.
-REPAIRED = ["contrastive", "dice", "sum", "own-loss", "norm-and-loss"]
+REPAIRED = ["contrastive", "loss-and-size", "dice", "sum", "own-loss", "norm-and-loss"]

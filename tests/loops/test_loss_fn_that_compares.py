@@ -78,6 +78,30 @@ def test_a_loss_of_the_whole_batch_may_compare_and_forward_may_not(mode):
         assert len(said) == len(starts)
 
 
+class ByNumber(layers.Layer):
+    def call(self, x):
+        return x / keras.ops.cast(keras.ops.shape(x)[0], x.dtype)
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph"])
+@pytest.mark.parametrize("inner", [[], [layers.Dropout(0.5)]])
+def test_what_depends_on_how_many_examples_there_are(mode, inner):
+    size = 12
+
+    def of_number(model):
+        return lambda x: tf.reduce_mean(tf.square(model(x)), 1) / len(x)
+
+    model = model_of(*inner)
+    (message,) = said_of(of_number(model), model.trainable_variables, mode, size)
+    assert message.startswith("loss_fn depends on how many examples a micro-batch has, ")
+
+    model = model_of(*inner, ByNumber(name="culprit"), layers.Dense(2))
+    forward = {"forward": lambda x: model(x, training=True)}
+    said = said_of(lambda z, x: contrastive(z), model.trainable_variables, mode, size, **forward)
+    assert [message[:28] for message in said] == ["forward depends on how many "]
+    assert "(because of these layers: 'culprit')" in said[0]
+
+
 @thorough_for("compiled")
 @pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
 def test_what_is_by_example_is_silent(mode):

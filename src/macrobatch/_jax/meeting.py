@@ -83,7 +83,7 @@ class Meeting(FirstBatch):
         are made up.
         """
         made = pieces.of(groups, ENGINE, is_coarse)
-        if made is None:
+        if made is None or not tried.with_losses:
             return meeting.Verdict()
 
         def predicted(micro_batch: Batch, state: Tuple[Any, ...]) -> Any:

@@ -1,7 +1,7 @@
 """A Keras model in the trial whether examples meet: the terms of its loss, and its predictions."""
 
 import contextlib
-from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Sequence
+from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Sequence, Tuple
 
 import keras
 from keras import ops, tree
@@ -19,16 +19,28 @@ PREDICTIONS, LOSS = "predictions", "loss"
 
 
 class Causes(NamedTuple):
-    """The names of the layers, and of the losses, in which examples meet."""
+    """The names of layers and of losses that make micro-batches differ from the whole batch.
 
-    layers: List[str]
-    losses: List[str]
+    Attributes:
+        layers: the layers in which examples meet.
+        losses: the losses in which they meet.
+        sized_layers: the layers that depend on how many examples there are, or on their places.
+        sized_losses: the losses that depend on these.
+    """
+
+    layers: Sequence[str] = ()
+    losses: Sequence[str] = ()
+    sized_layers: Sequence[str] = ()
+    sized_losses: Sequence[str] = ()
 
 
 class Tried(ModelStep, meeting.Tried):
     """A compiled model as a function of a micro-batch that leaves everything as it was.
 
     Metrics are not run. On several workers, to read them would be to wait for the others.
+
+    Attributes:
+        with_losses: whether losses are tried too, and not only layers.
     """
 
     def __init__(
@@ -39,7 +51,7 @@ class Tried(ModelStep, meeting.Tried):
         with_losses: bool = True,
     ):
         super().__init__(model, True, engine, micro_batch_weight)
-        self._with_losses, self._is_added_to = with_losses, False
+        self.with_losses, self._is_added_to = with_losses, False
         trackers = [v for metric in report.trackers_of(model) for v in metric.variables]
         self._states = unique([*model.metrics_variables, *trackers])
 
@@ -47,9 +59,9 @@ class Tried(ModelStep, meeting.Tried):
         """The predictions, and the numerator of each term of the loss."""
         with self._running():
             y_pred = self._forward(micro_batch)
-            if self._with_losses:
+            if self.with_losses:
                 self._collect(micro_batch, y_pred, Whole(self._engine.examples(micro_batch)))
-        return {**_rows_of(y_pred), **(self._numerators() if self._with_losses else {})}
+        return {**_rows_of(y_pred), **(self._numerators() if self.with_losses else {})}
 
     def alone(self, micro_batch: Batch) -> Found:
         with self._running() as scope, scope.dropping(False):
@@ -57,6 +69,8 @@ class Tried(ModelStep, meeting.Tried):
         return {} if scope.drew else _rows_of(y_pred)
 
     def apart(self, made: Pieces) -> Sequence[Found]:
+        if not self.with_losses:
+            return super().apart(made)
         return self.losses_of(made, self.predicted(made.batches[0]))
 
     def predicted(self, micro_batch: Batch) -> Any:
@@ -75,8 +89,8 @@ class Tried(ModelStep, meeting.Tried):
         is_cut = all(leaf.shape[0] == made.sizes[0] for leaf in tree.flatten(y_pred))
         # An own loss may ask for what layers have added, which is of all examples.
         is_known = not (self.is_overridden and self._is_added_to)
-        if not (self._with_losses and is_cut and is_known):
-            return super().apart(made)
+        if not (is_cut and is_known):
+            return [{} for _ in made.batches]
         first, found = made.sizes[1], []
         for batch, rows in zip(made.batches, (slice(None), slice(first), slice(first, None))):
             with self._running() as scope:
@@ -110,24 +124,29 @@ class Tried(ModelStep, meeting.Tried):
 
     def messages(self, groups: Groups, verdict: meeting.Verdict) -> List[str]:
         """What to say of a trial."""
-        found = meeting_checks.messages(*self.causes(verdict), verdict.is_random)
-        found += meeting_checks.of_sizes(*self._causes(verdict.sized_layers, verdict.sized))
+        causes = self.causes(verdict)
+        found = meeting_checks.messages(causes.layers, causes.losses, verdict.is_random)
+        found += meeting_checks.of_sizes(causes.sized_layers, causes.sized_losses)
         return [*found, meeting_checks.NOT_FINITE] if verdict.unknown else found
 
     def causes(self, verdict: meeting.Verdict) -> Causes:
-        """Where examples meet, in the words of the model."""
-        return self._causes(verdict.layers, verdict.values)
+        """What a trial shows, in the words of the model."""
+        layers, losses = self._places(verdict.layers, verdict.values)
+        return Causes(layers, losses, *self._places(verdict.sized_layers, verdict.sized))
 
-    def _causes(self, of_layers: Sequence[str], values: Sequence[str]) -> Causes:
+    def _places(
+        self, of_layers: Sequence[str], values: Sequence[str]
+    ) -> Tuple[List[str], List[str]]:
+        """The layers, and the losses, of some values."""
         layers: List[str] = list(of_layers)
         losses: List[str] = []
         kinds = [value.split() for value in values]
         if any(kind == PREDICTIONS for kind, _ in kinds):  # Losses have it from them.
-            return Causes(layers or [self.model.name], [])
+            return layers or [self.model.name], []
         for _, index in kinds:
             term = self.terms[int(index)]
             (layers if term.is_added else losses).append(term.name)
-        return Causes(list(dict.fromkeys(layers)), list(dict.fromkeys(losses)))
+        return list(dict.fromkeys(layers)), list(dict.fromkeys(losses))
 
 
 def _rows_of(y_pred: Any) -> Found:

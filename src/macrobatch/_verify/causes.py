@@ -2,7 +2,17 @@
 
 import contextlib
 import functools
-from typing import Any, Callable, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from typing import (
+    Any,
+    Callable,
+    Dict,
+    Iterable,
+    Iterator,
+    List,
+    NamedTuple,
+    Optional,
+    Tuple,
+)
 
 from keras import ops, tree
 
@@ -91,12 +101,10 @@ class Inquiry:
             rest = self._compared(self._settings, context)
             remains = rest.of_gradients > self._tolerance
             found.append(messages.batch_normalization(normalizing, remains))
-        layers: Sequence[str] = ()
-        losses: List[Cause] = []
+        layers, losses = [], []
         if rest.of_gradients > self._tolerance:
             layers, losses = self._meeting(context)
-            found += [messages.layers_meet(layers)] if layers else []
-            found += losses
+            found += [*layers, *losses]
         if not layers:
             written = [p for p, d in rest.state.items() if d.update > self._tolerance]
             found += [messages.state(written)] if written else []
@@ -110,24 +118,32 @@ class Inquiry:
         whole = self._runs.whole(context)
         return self._runs.distance(self._runs.accumulated(settings, context), whole)
 
-    def _meeting(self, context: Context) -> Tuple[List[str], List[Cause]]:
+    def _meeting(self, context: Context) -> Tuple[List[Cause], List[Cause]]:
         """The layers, and the losses, of which micro-batches come to something else."""
-        met = self._seen(self._look.meeting, context) or Causes([], [])
+        met: Causes = self._seen(self._look.meeting, context) or Causes()
         terms: List[Term] = self._seen(self._look.terms, context) or []
         added = {term.name for term in terms if term.is_added}
         layers = [name for name in met.layers if name not in added]
-        # Behind a layer in which examples meet, every value differs. Then losses count only if
-        # examples meet in them whatever the layer makes.
+        of_layers = [messages.layers_meet(layers)] if layers else []
+        if met.sized_layers:
+            of_layers.append(messages.layers_and_size(met.sized_layers))
+        # Behind such a layer every value differs. Then losses count only if examples meet in them,
+        # or if they depend on sizes, whatever the layer makes.
         wrong = [term for term in terms if term.differs]
-        if layers:
-            wrong = [term for term in terms if term.name in (*met.losses, *met.layers)]
+        if of_layers:
+            known = (*met.losses, *met.layers, *met.sized_losses)
+            wrong = [term for term in terms if term.name in known]
         if self._settings.get("whole_batch_loss"):  # Then only what layers add is by micro-batch.
             wrong = [term for term in wrong if term.is_added]
         scalars = _names(term for term in wrong if term.is_scalar)
-        others = _names(term for term in wrong if not term.is_scalar)
-        causes = [messages.losses_meet(others, self._repair(context, []))] if others else []
+        others = [name for name in _names(wrong) if name not in scalars]
+        sized = [name for name in others if name in met.sized_losses]
+        others = [name for name in others if name not in sized]
+        repair = self._repair(context, []) if others or sized else ""
+        causes = [messages.losses_meet(others, repair)] if others else []
+        causes += [messages.losses_and_size(sized, repair)] if sized else []
         causes += [messages.scalar_loss(scalars, self._repair(context, scalars))] if scalars else []
-        return layers, causes
+        return of_layers, causes
 
     def _repair(self, context: Context, scalars: List[str]) -> str:
         """What makes it exact, tried: a weight of micro-batches for scalars, or two passes."""
@@ -186,7 +202,7 @@ class Inquiry:
         return [messages.repeated_rows(names, largest)] if names else []
 
 
-def _names(terms: Iterator[Term]) -> List[str]:
+def _names(terms: Iterable[Term]) -> List[str]:
     return list(dict.fromkeys(term.name for term in terms))
 
 

@@ -87,12 +87,12 @@ class Look:
         ]
 
     def meeting(self) -> Causes:
-        """The layers and losses in which examples meet."""
+        """The layers and losses that make of an example what others have a part in."""
         groups = meeting.groups(
             self._batch, self.examples, meeting.size_of(self.size), self._engine
         )
         if groups is None:
-            return Causes([], [])
+            return Causes()
         tried = Tried(self._model, self._engine, self._weight)
         coarse = low_precision(_internals.layers_of(self._model))
         return tried.causes(self._trials.verdict(tried, groups, coarse))

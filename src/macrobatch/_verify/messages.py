@@ -44,6 +44,33 @@ def losses_meet(names: Sequence[str], repair: str) -> Cause:
     )
 
 
+def layers_and_size(names: Sequence[str]) -> Cause:
+    """Layers that depend on how many examples there are, or on their places."""
+    return Cause(
+        "number_of_examples",
+        tuple(names),
+        "What these layers make of an example depends on how many examples its micro-batch has, or "
+        "on its place among them.",
+        "Divide by no number of examples, and take numbers by example from the data, not from "
+        "arange.",
+        "update",
+    )
+
+
+def losses_and_size(names: Sequence[str], repair: str) -> Cause:
+    """Losses with a value per example that depend on how many there are, or on their places."""
+    return Cause(
+        "number_of_examples",
+        tuple(names),
+        "The loss of an example depends on how many examples its micro-batch has, or on its place "
+        "among them.",
+        repair
+        or "Return one value per example, divided by no number of examples: Keras takes the mean. "
+        f"Or compute the loss on the predictions of the whole batch: {WHOLE_BATCH_LOSS}.",
+        "update",
+    )
+
+
 def scalar_loss(names: Sequence[str], repair: str) -> Cause:
     """Losses that are one number for the batch, and no mean over examples."""
     return Cause(

@@ -16,9 +16,9 @@ class Cause:
     """One reason for a difference, or one thing to know.
 
     Attributes:
-        kind: "batch_normalization", "examples_meet", "scalar_loss", "padding", "state", "metrics",
-            "repeated_rows", "precision", "schedule", "random", "own_train_step",
-            "not_finite" or "unknown".
+        kind: "batch_normalization", "examples_meet", "number_of_examples", "scalar_loss",
+            "padding", "state", "metrics", "repeated_rows", "precision", "schedule", "random",
+            "own_train_step", "not_finite" or "unknown".
         names: of the layers, losses, variables or metrics.
         explanation: what happens.
         advice: what to do.
