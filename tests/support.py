@@ -14,7 +14,7 @@ BACKEND = keras.backend.backend()
 if BACKEND == "tensorflow":
     import tensorflow as tf
 
-# How many examples there are in each run of the trial whether examples meet, if the batch has eight:
+# How many examples there are in each run of the trial whether examples meet, if a batch has eight:
 # in the four of the formula, then half of them, these in two pieces, and half for the loss.
 TRIAL = [8, 8, 8, 8, 4, 2, 2, 4]
 

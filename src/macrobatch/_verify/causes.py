@@ -101,7 +101,8 @@ class Inquiry:
             rest = self._compared(self._settings, context)
             remains = rest.of_gradients > self._tolerance
             found.append(messages.batch_normalization(normalizing, remains))
-        layers, losses = [], []
+        layers: List[Cause] = []
+        losses: List[Cause] = []
         if rest.of_gradients > self._tolerance:
             layers, losses = self._meeting(context)
             found += [*layers, *losses]
