@@ -50,6 +50,22 @@ for name, build in INDIRECT.items():
     CASES[f"gradient-{name}"] = case(build, X, Y, quick="graph")
 
 
+# A loss with a value for each example, of which JAX and torch take no gradient
+
+
+class ValuesOfExamples(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return keras.ops.mean((y - y_pred) ** 2, axis=-1) + keras.ops.sum(self.losses)
+
+
+def values_of_examples():
+    inputs = keras.Input([4])
+    return ValuesOfExamples(inputs, layers.Dense(2, kernel_regularizer="l2")(inputs))
+
+
+CASES["compute_loss-by-example"] = case(values_of_examples, X, Y, loss=None, quick="graph")
+
+
 # Inputs that are no arrays
 
 

@@ -13,6 +13,13 @@ PARTS = "_tensorflow/parts.py"
 
 MUTANTS = [
     Mutant(
+        "fit: values of an own compute_loss are averaged",
+        LOSS,
+        "            term = self._sum(Term(name, value, value), None)\n",
+        "            term = self._mean(Term(name, value, value), None)\n",
+        (MODELS + "[compute_loss-by-example-graph]",),
+    ),
+    Mutant(
         "fit: repeated rows not merged",
         SUMS,
         "    indices, positions = tf.unique(gradient.indices)\n",

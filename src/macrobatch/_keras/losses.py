@@ -239,9 +239,16 @@ class Terms:
 
     def add_overridden(self, value: Tensor) -> None:
         """Adds what an overridden compute_loss has returned."""
-        value = ops.convert_to_tensor(value)
-        term = Term("compute_loss", value, value)
-        self.terms.append(self._mean(term, self._micro_batch.weight))
+        name, value = "compute_loss", ops.convert_to_tensor(value)
+        may_be_scalar = not _is_one(self._micro_batch.examples) or name in self._scalars
+        if len(value.shape) == 0 or (value.shape[0] == 1 and may_be_scalar):
+            self._scalars.add(name)
+            value = ops.sum(value)
+            term = self._mean(Term(name, value, value), self._micro_batch.weight)
+        else:  # Keras takes the gradient of the sum of the values.
+            value = self._per_example(value, value)
+            term = self._sum(Term(name, value, value), None)
+        self.terms.append(term)
 
 
 class _Tracker:

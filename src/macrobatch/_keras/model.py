@@ -270,7 +270,7 @@ class ModelStep:
             decaying=names(written.decaying),
             scalars=[term.name for term in scalars if not term.is_added],
             added=[term.name for term in scalars if term.is_added],
-            overridden=self.is_overridden and weight is None,
+            overridden=self.is_overridden and weight is None and not self.terms[0].rank,
         )
 
     def unexplained(self, written: Sequence[Optional[Tensor]]) -> List[str]:

@@ -79,7 +79,7 @@ class Look:
         return [
             Term(
                 term.name,
-                term.is_scalar or step.is_overridden,
+                term.is_scalar or (step.is_overridden and not term.rank),
                 term.is_added,
                 self._differ(one, other),
             )
