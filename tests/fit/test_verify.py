@@ -43,7 +43,7 @@ def test_exact_models(name):
     assert bool(report.notes) == (name == "not-copied")
 
 
-@thorough_for("added", "contrastive", "layer", "own-loss", "sum")
+@thorough_for("added", "contrastive", "own-loss", "sum")
 @pytest.mark.parametrize("name", parameters(INEXACT, ["two-batch-norms", "norm-and-loss"]))
 def test_inexact_models(name):
     make, expected, *advice = INEXACT[name]

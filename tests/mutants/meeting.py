@@ -5,7 +5,7 @@ from mutant import Mutant
 ROOM, FIT = "rooms/test_meeting.py::test_", "fit/test_examples_that_meet.py::test_"
 LOSS_FN = "loops/test_loss_fn_that_compares.py::test_"
 MEETING, CALLS, TRIED = "_keras/meeting.py", "_keras/calls.py", "_keras/tried.py"
-COMPARISON = "_keras/comparison.py"
+COMPARISON, PIECES = "_keras/comparison.py", "_keras/pieces.py"
 TAP, TRIAL = "_tensorflow/tap.py", "_meeting.py"
 
 MUTANTS = [
@@ -101,6 +101,62 @@ MUTANTS = [
         "                1.0 if term.counted is None else self.counts[term.counted].own\n"
         "            )\n",
         (FIT + "masked_tokens_are_silent",),
+    ),
+    Mutant(
+        "meet: the sum of two pieces may be anything",
+        PIECES,
+        "        return not size < float(\"inf\") or difference",
+        "        return True or difference",
+        (ROOM + "what_depends_on_how_many_examples_there_are_is_found",),
+    ),
+    Mutant(
+        "meet: only the first piece is looked at",
+        PIECES,
+        "self._has(whole, first, 1) and self._has(whole, last, 2)",
+        "self._has(whole, first, 1)",
+        (ROOM + "what_depends_on_how_many_examples_there_are_is_found",),
+    ),
+    Mutant(
+        "meet: a single example that differs in another size counts",
+        PIECES,
+        ".mean() < 0.5)",
+        ".mean() < 1e-9)",
+        (ROOM + "a_few_examples_that_rounding_turns_are_no_dependence",),
+    ),
+    Mutant(
+        "meet: pieces of few bits are compared as those of many",
+        PIECES,
+        "        return OF_COARSE if is_coarse else TOLERANCE\n",
+        "        return TOLERANCE\n",
+        (ROOM + "tolerances_of_sizes",),
+    ),
+    Mutant(
+        "meet: each piece divides by its own number of examples",
+        TRIED,
+        "Whole(made.sizes[0]))",
+        "Whole(self._engine.examples(batch)))",
+        (FIT + "one_of_several_outputs_depends_on_how_many_examples_there_are",),
+    ),
+    Mutant(
+        "meet: dropout drops other places of fewer examples",
+        TRIED,
+        "scope.dropping(False):",
+        "scope.dropping(True):",
+        (FIT + "layers_that_depend_on_how_many_examples_there_are",),
+    ),
+    Mutant(
+        "meet: draws of another size are compared",
+        TRIED,
+        "        return {} if scope.drew else _rows_of(y_pred)\n",
+        "        return _rows_of(y_pred)\n",
+        (FIT + "losses_that_depend_on_how_many_examples_there_are",),
+    ),
+    Mutant(
+        "meet: draws of a loss are compared between sizes",
+        TRIED,
+        "{} if scope.drew else self._numerators",
+        "self._numerators",
+        (FIT + "an_own_loss_that_depends_on_how_many_examples_there_are",),
     ),
     Mutant(
         "meet: what the trial writes stays",

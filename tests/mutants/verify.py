@@ -82,9 +82,23 @@ MUTANTS = [
     Mutant(
         "verify: a layer that meets blames the loss behind it",
         CAUSES,
-        "            wrong = [term for term in terms if term.name in (*met.losses, *met.layers)]\n",
+        "            wrong = [term for term in terms if term.name in known]\n",
         "            pass\n",
         (INEXACT + "[two-causes]",),
+    ),
+    Mutant(
+        "verify: what depends on sizes is no cause",
+        CAUSES,
+        "        if met.sized_layers:\n",
+        "        if False:\n",
+        (INEXACT + "[layer-and-size]",),
+    ),
+    Mutant(
+        "verify: a loss that depends on sizes is one in which examples meet",
+        CAUSES,
+        "        sized = [name for name in others if name in met.sized_losses]\n",
+        "        sized = []\n",
+        (INEXACT + "[loss-and-size]",),
     ),
     Mutant(
         "verify: a weight is advised without a trial",

@@ -174,7 +174,7 @@ def test_tolerances_of_sizes(dtype, is_coarse, tolerance, kind):
 
         return sized(found, is_coarse=is_coarse)
 
-    assert run(tolerance) == []
+    assert run(4 * tolerance) == []
     assert run(12 * tolerance) == [kind]
 
 
