@@ -105,7 +105,7 @@ MUTANTS = [
     Mutant(
         "meet: the sum of two pieces may be anything",
         PIECES,
-        "        return not size < float(\"inf\") or difference",
+        '        return not size < float("inf") or difference',
         "        return True or difference",
         (ROOM + "what_depends_on_how_many_examples_there_are_is_found",),
     ),
