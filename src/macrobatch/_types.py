@@ -211,6 +211,12 @@ class Engine:
         """A copy, where Keras may change a value in place: it multiplies masks into weights."""
         return value
 
+    def assigned(self, value: Tensor) -> Tensor:
+        """What a variable holds once a value is assigned to it. No gradient flows through it."""
+        from keras import ops
+
+        return ops.stop_gradient(value)
+
     def sum_over_replicas(self, values: List[Tensor]) -> List[Tensor]:
         """The sums of values over all replicas."""
         return values
@@ -249,6 +255,17 @@ class Engine:
                 lambda leaf: None if leaf is None else ops.repeat(leaf, 2, 0), micro_batch
             )
         )
+
+    def gradients_of(
+        self, function: Callable[[List[Tensor]], List[Tensor]], tensors: List[Tensor]
+    ) -> List[List[Tensor]]:
+        """The gradient of each of the numbers that a function makes of tensors, outside of graphs.
+
+        Args:
+            function: the function.
+            tensors: with respect to these, each of which is a float.
+        """
+        raise NotImplementedError
 
 
 class BatchEngine(Engine):

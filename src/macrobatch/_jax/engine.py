@@ -34,6 +34,20 @@ class Jax(BatchEngine):
         devices = _devices.get()
         return 1 if devices is None else devices.count
 
+    def assigned(self, value: Tensor) -> Tensor:
+        return value  # In plain Keras on JAX, too, a gradient flows through it.
+
+    def gradients_of(
+        self, function: Callable[[List[Tensor]], List[Tensor]], tensors: List[Tensor]
+    ) -> List[List[Tensor]]:
+        backward = jax.vjp(function, tensors)[1]
+        numbers = jax.eval_shape(function, tensors)
+        units = [
+            [jnp.asarray(i == j, n.dtype) for j, n in enumerate(numbers)]
+            for i in range(len(numbers))
+        ]
+        return [backward(unit)[0] for unit in units]
+
     def sum_over_replicas(self, values: List[Tensor]) -> List[Tensor]:
         devices = _devices.get()
         if devices is None or not values:

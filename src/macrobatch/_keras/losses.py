@@ -40,6 +40,7 @@ class Term(NamedTuple):
         rank: of the values that Keras trains on the sum of, and reports the mean of; 0 if none.
         is_tracked: whether Keras reports the term by itself.
         is_added: whether a layer gave it to `add_loss`.
+        values: those of the loss before weights, masks and reduction; None if they are not known.
     """
 
     name: str
@@ -51,6 +52,7 @@ class Term(NamedTuple):
     rank: int = 0
     is_tracked: bool = False
     is_added: bool = False
+    values: Optional[Tensor] = None
 
 
 class Count(NamedTuple):
@@ -153,6 +155,7 @@ class Terms:
             self._scalars.add(entry.name)
         # A number of Python's is the same for all batches.
         term = Term(entry.name, value, value, weight=weight, is_scalar=is_scalar and not is_number)
+        term = term._replace(values=values)
         if is_scalar and sample_weight is None and (reduction in MEANS or not masks):
             term = self._mean(term, self._micro_batch.weight)
         elif reduction not in MEANS:

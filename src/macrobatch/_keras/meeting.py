@@ -54,6 +54,18 @@ class Tried:
         """What comes of a micro-batch."""
         raise NotImplementedError
 
+    def certain(
+        self, names: List[str], compared: Callable[[Callable[[Batch], Found]], List[str]]
+    ) -> List[str]:
+        """Those of the values in which examples seem to meet in which they do.
+
+        Args:
+            names: the names of values that are not the same in four runs.
+            compared: a function that runs a function on four micro-batches, and gives the names of
+                values that are not the same.
+        """
+        return names
+
     def alone(self, micro_batch: Batch) -> Found:
         """The same of any number of examples, with nothing dropped. Nothing if it still draws.
 
@@ -129,6 +141,11 @@ def find(tried: Tried, groups: Groups, engine: BatchEngine, is_coarse: bool = Fa
             return tried.found(micro_batch)
 
         meeting, unknown = compare.outcome(found(each) for each in groups.micro_batches)
+
+        def compared(function: Callable[[Batch], Found]) -> List[str]:
+            return compare.outcome(function(each) for each in groups.micro_batches).meeting
+
+        meeting = tried.certain(meeting, compared) if meeting else []
         if not meeting:
             made = pieces.of(groups, engine, is_coarse)
             sized = Verdict() if made is None else _of_sizes(tried, made, engine, next_run)
@@ -136,7 +153,9 @@ def find(tried: Tried, groups: Groups, engine: BatchEngine, is_coarse: bool = Fa
         same = groups.micro_batches[0]
         if compare.differ(found(same), found(same)):
             return Verdict(is_random=True)
-        return _named(found, groups, engine, compare)._replace(unknown=unknown)
+        named = _named(found, groups, engine, compare)
+        values = [name for name in named.values if name in meeting]
+        return named._replace(values=values, unknown=unknown)
 
 
 def _of_sizes(

@@ -25,6 +25,7 @@ class Scope(keras.StatelessScope):
         self.drew = False  # whether random numbers were drawn that dropout does not draw
         self.dropped = False  # whether dropout was called
         self._is_dropping = False
+        self.assigned: Callable[[Tensor], Tensor] = lambda value: value  # see Engine.assigned
 
     @contextlib.contextmanager
     def dropping(self, drops: bool) -> Iterator[None]:
@@ -46,7 +47,7 @@ class Scope(keras.StatelessScope):
     def add_update(self, update: Tuple[Variable, Tensor]) -> None:
         self.written[id(update[0])] = update[0]
         self.drew = self.drew or (is_seed(update[0]) and not self._is_dropping)
-        super().add_update(update)
+        super().add_update((update[0], self.assigned(update[1])))
 
     def __exit__(self, *error: Any) -> None:
         # Variables that are made in a stateless scope have no value before its end.
@@ -104,6 +105,7 @@ class Written:
     def scope(self, values: List[Tensor], weights: Sequence[Tensor] = ()) -> Scope:
         """A scope in which the variables have these values, and the trained ones these weights."""
         scope = self._kind(self.variables, values)
+        scope.assigned = self._engine.assigned
         scope.state_mapping.update(zip(map(id, self._trained), weights))
         return scope
 

@@ -15,7 +15,8 @@ from macrobatch._keras.pieces import Pieces
 from macrobatch._keras.scope import Scope, unique
 from macrobatch._types import Batch, BatchEngine, Whole
 
-PREDICTIONS, LOSS = "predictions", "loss"
+# Kinds of values. A value is known by its kind and a place.
+PREDICTIONS, LOSS, VALUES = "predictions", "loss", "values"
 
 
 class Causes(NamedTuple):
@@ -56,12 +57,65 @@ class Tried(ModelStep, meeting.Tried):
         self._states = unique([*model.metrics_variables, *trackers])
 
     def found(self, micro_batch: Batch) -> Found:
-        """The predictions, and the numerator of each term of the loss."""
+        """The predictions, the values of each loss, and the numerator of each term."""
         with self._running():
             y_pred = self._forward(micro_batch)
             if self.with_losses:
                 self._collect(micro_batch, y_pred, Whole(self._engine.examples(micro_batch)))
-        return {**_rows_of(y_pred), **(self._numerators() if self.with_losses else {})}
+        found = _rows_of(y_pred)
+        if self.with_losses:
+            found.update(self._numerators())
+            for index, term in enumerate(self.terms):
+                if f"{LOSS} {index}" in found and term.values is not None and not term.is_scalar:
+                    found[f"{VALUES} {index}"] = term.values
+        return found
+
+    def certain(
+        self, names: List[str], compared: Callable[[Callable[[Batch], Found]], List[str]]
+    ) -> List[str]:
+        """Without values that differ, but whose gradient does not: each may have a mean in it.
+
+        The sum of values may hide what a gradient shows, where a part of them has none.
+        """
+        sums = [name for name in names if not name.startswith(VALUES)]
+        doubtful = [int(name.split()[1]) for name in names if name not in sums]
+        doubtful = [place for place in doubtful if f"{LOSS} {place}" not in sums]
+        # Behind predictions that differ everything does.
+        if not doubtful or any(name.startswith(PREDICTIONS) for name in sums):
+            return sums
+        found = compared(lambda micro_batch: self._slopes(micro_batch, doubtful))
+        of_slopes = {f"{VALUES} {name.split()[1]}" for name in found}
+        return [*sums, *(name for name in names if name in of_slopes)]
+
+    def _slopes(self, micro_batch: Batch, places: List[int]) -> Found:
+        """The gradients of some terms of the loss with respect to the predictions."""
+        with self._running():
+            y_pred = self._forward(micro_batch)
+        leaves = tree.flatten(y_pred)
+        masks = [_internals.mask_of(leaf) for leaf in leaves]
+        floats = [
+            i
+            for i, leaf in enumerate(leaves)
+            if keras.backend.is_float_dtype(keras.backend.standardize_dtype(leaf.dtype))
+        ]
+
+        def numerators(predictions: List[Any]) -> List[Any]:
+            given = list(leaves)
+            for place, prediction in zip(floats, predictions):
+                given[place] = prediction
+                if masks[place] is not None:
+                    _internals.set_mask(prediction, masks[place])
+            with self._running():
+                whole = Whole(self._engine.examples(micro_batch))
+                self._collect(micro_batch, tree.pack_sequence_as(y_pred, given), whole)
+            return [self.terms[place].numerator for place in places]
+
+        slopes = self._engine.gradients_of(numerators, [leaves[i] for i in floats])
+        return {
+            f"{VALUES} {place} {index}": slope
+            for place, each in zip(places, slopes)
+            for index, slope in enumerate(each)
+        }
 
     def alone(self, micro_batch: Batch) -> Found:
         with self._running() as scope, scope.dropping(False):
@@ -140,7 +194,7 @@ class Tried(ModelStep, meeting.Tried):
         """The layers, and the losses, of some values."""
         layers: List[str] = list(of_layers)
         losses: List[str] = []
-        kinds = [value.split() for value in values]
+        kinds = [value.split()[:2] for value in values]
         if any(kind == PREDICTIONS for kind, _ in kinds):  # Losses have it from them.
             return layers or [self.model.name], []
         for _, index in kinds:

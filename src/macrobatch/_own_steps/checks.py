@@ -91,6 +91,18 @@ def written_once(path: str, of_examples: bool, is_late: bool) -> None:
         )
 
 
+def gradients_of_the_batch(depend: bool) -> None:
+    """Raises for gradients that a step has changed with what only one micro-batch knows."""
+    if depend:
+        raise Refused(
+            "The step hands gradients to optimizer.apply that depend on the examples directly, and "
+            "not through tape.gradient alone (gradients divided by the number of examples or of "
+            "tokens, or multiplied by the loss). Received: values that one micro-batch comes to. "
+            "Do it to the loss that tape.gradient gets: take a mean in place of a sum, for "
+            f"instance. {INSIDE}."
+        )
+
+
 def result_in_time(name: str, is_early: bool) -> None:
     """Raises for the result of a metric that is read before all micro-batches are in it."""
     if is_early:
@@ -220,6 +232,17 @@ def no_mean(places: Sequence[int]) -> str:
         "as a mean over the examples, and is none: for the same examples twice it is another "
         "number. The update is not that of the whole batch. Take a mean over the examples, or "
         "take the gradient of one value per example, which is summed."
+    )
+
+
+def no_sum(places: Sequence[int]) -> str:
+    """What to say of losses with a value for each example, which depends on how many there are."""
+    return (
+        f"The loss of a gradient ({_ordinals(places)} that the step takes) has a value for each "
+        "example, or is the sum of such values, and depends on how many examples there are: for "
+        "the same examples twice it is not twice as much. Micro-batches have fewer examples, so "
+        "that the update is not that of the whole batch. Take a mean over the examples "
+        "(tf.reduce_mean), or divide by no number of examples."
     )
 
 

@@ -21,6 +21,7 @@ EXAMPLES = "examples"
 
 # Operations that write a variable of TensorFlow, and that draw random numbers anew each time.
 WRITING = ("Assign", "ResourceScatter", "ResourceApply", "ResourceSparseApply")
+SCALING = ("Mul", "RealDiv", "Div", "DivNoNan", "MulNoNan")
 DRAWING = ("RandomStandardNormal", "RandomUniform", "TruncatedNormal", "Multinomial", "Stateful")
 
 
@@ -49,6 +50,7 @@ class Noted(NamedTuple):
         updates: of each call of `update_state` of a Mean or Sum: the metric, how it counts if it
             depends on examples, and its values and weights.
         applied: optimizers, and the variables that they update.
+        given: of each call of an optimizer, the gradients that it got.
         metrics: by the identities of their variables.
         logs: what the step returned.
         counts: denominators that are counted.
@@ -59,6 +61,7 @@ class Noted(NamedTuple):
     writes: List[Write]
     updates: List[Tuple[Any, str, Any]]
     applied: List[Tuple[Any, List[Variable]]]
+    given: List[Any]
     metrics: Dict[int, Any]
     logs: Any
     counts: List[Tensor]
@@ -89,6 +92,35 @@ class Flow:
         found = [o for o in self.graph.get_operations() if o.type.startswith(WRITING)]
         return [str(outside.get(id(o.inputs[0])) or o.name) for o in found if len(o.inputs) > 1]
 
+    def is_sum(self, target: Any) -> bool:
+        """Whether a number is the sum of values of the examples, and nothing divides it by theirs.
+
+        The gradient of such a number is that of the values, which the tape sums.
+        """
+        operation = getattr(target, "op", None) if self.of(target) else None
+        if operation is None or operation.type != "Sum":
+            return False
+        values, axes = operation.inputs
+        axes, rank = tf.get_static_value(axes), values.shape.rank
+        if axes is None or not rank or values.shape[0] is not None:
+            return False
+        return 0 in axes % rank and not self._divides_by_examples(values)
+
+    def _divides_by_examples(self, tensor: Tensor) -> bool:
+        """Whether a tensor is scaled by a number that depends on the examples, as theirs does."""
+        seen, ahead = set(), [tensor.op]
+        while ahead:
+            operation = ahead.pop()
+            if operation.name in seen:
+                continue
+            seen.add(operation.name)
+            if operation.type in SCALING and any(
+                each.shape.rank == 0 and EXAMPLES in self.of(each) for each in operation.inputs
+            ):
+                return True
+            ahead += [each.op for each in operation.inputs]
+        return False
+
     def draws_anew(self) -> bool:
         """Whether tf.random is used, which draws other numbers whenever it runs."""
         kinds = {operation.type for operation in self.graph.get_operations()}
@@ -98,7 +130,9 @@ class Flow:
 def plan(noted: Noted, flow: Flow, written: Written, trains: bool) -> Plan:
     """What a step does. Raises for what cannot be right."""
     checks.writes_no_variable_of_tensorflow(flow.writes_variables())
-    gradients = _grouped([(flow.of(targets), each) for targets, each in noted.asked])
+    gradients = _grouped(
+        [(flow.of(targets), _summed(targets, each, flow)) for targets, each in noted.asked]
+    )
     last = max((each.group for each in gradients if each.of_examples), default=-1)
     if trains:
         checks.asks_for_gradients(len(gradients), last)
@@ -116,6 +150,8 @@ def plan(noted: Noted, flow: Flow, written: Written, trains: bool) -> Plan:
         if kind == "share" and values[1] is not None:
             # A weight that depends on examples is their number.
             kind = "own" if EXAMPLES in flow.of(values[1]) else "scaled"
+        elif kind == "share" and flow.is_sum(values[0]):
+            kind = "sum"
         updates.append(kind if EXAMPLES in marks else "once")
     chained = _chained(noted, flow, updates, is_late)
     moving = [v for layer in written.normalizing for v in batch_norm.statistics(layer)]
@@ -135,9 +171,11 @@ def plan(noted: Noted, flow: Flow, written: Written, trains: bool) -> Plan:
             checks.result_in_time(write.variable.path, early(marks))
     for (targets, _), each in zip(noted.asked, gradients):
         checks.loss_without_metrics(each.of_examples and early(flow.of(targets)))
-    for targets, per_example, sources in noted.inner:
-        is_mean = EXAMPLES in flow.of(targets) and not all(per_example)
-        checks.of_examples(is_mean and any(EXAMPLES not in flow.of(s) for s in sources))
+    for grads in noted.given:
+        checks.gradients_of_the_batch(EXAMPLES in flow.of(grads))
+    for targets, _, sources in noted.inner:
+        of_examples = EXAMPLES in flow.of(targets)
+        checks.of_examples(of_examples and any(EXAMPLES not in flow.of(s) for s in sources))
     checks.counts_of_the_batch(any(is_late(flow.of(count)) for count in noted.counts))
     end = max((i for i, each in enumerate(gradients) if each.group == last), default=-1)
     undone = early_of(
@@ -151,7 +189,10 @@ def plan(noted: Noted, flow: Flow, written: Written, trains: bool) -> Plan:
         after.setdefault(id(write.variable), write.after)
     return Plan(
         gradients=gradients,
-        inner=[Asked(each, EXAMPLES in flow.of(targets)) for targets, each, _ in noted.inner],
+        inner=[
+            Asked(_summed(targets, each, flow), EXAMPLES in flow.of(targets))
+            for targets, each, _ in noted.inner
+        ],
         last=last,
         updates=updates,
         variables=list(written.variables),
@@ -159,14 +200,17 @@ def plan(noted: Noted, flow: Flow, written: Written, trains: bool) -> Plan:
         chained=unique([*chained, *decaying]),
         pooled=dict(written.pooled),
         decaying=list(written.decaying),
-        logs=[
-            _is_mean(name, log, flow.of(log), is_late, early) for name, log in _named(noted.logs)
-        ],
+        logs=[_kind_of_log(name, log, flow, is_late, early) for name, log in _named(noted.logs)],
         applied=noted.applied,
         counts=len(noted.counts),
         draws_anew=flow.draws_anew(),
         early=undone,
     )
+
+
+def _summed(targets: List[Any], per_example: List[bool], flow: Flow) -> List[bool]:
+    """Which targets have a value for each example, or are the sum of such values."""
+    return [each or flow.is_sum(target) for target, each in zip(targets, per_example)]
 
 
 def _grouped(asked: List[Tuple[Marks, List[bool]]]) -> List[Asked]:
@@ -210,12 +254,13 @@ def _named(logs: Any) -> List[Tuple[str, Any]]:
     return [(name, log) for name, log in sorted(logs.items())]
 
 
-def _is_mean(name: str, log: Tensor, marks: Marks, is_late: Any, early: Any) -> bool:
-    """Whether a log is a mean over the examples; if not, it is what the real run comes to."""
+def _kind_of_log(name: str, log: Tensor, flow: Flow, is_late: Any, early: Any) -> str:
+    """How a log counts. What depends on no examples is what the real run comes to."""
+    marks = flow.of(log)
     checks.result_in_time(name, early(marks))
     if EXAMPLES not in marks:
-        return False
+        return "once"
     checks.log_is_in_time(name, is_late(marks))
     checks.log_of_one_kind(name, any(mark[0] in ("metric", "state") for mark in marks))
     checks.log_is_a_number(name, log.shape)
-    return True
+    return "sum" if flow.is_sum(log) else "share"

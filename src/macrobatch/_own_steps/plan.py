@@ -12,7 +12,7 @@ class Asked(NamedTuple):
     """A gradient that a step asks for.
 
     Attributes:
-        per_example: for each target, whether it has a value for each example.
+        per_example: for each target, whether it has a value for each example, or is their sum.
         of_examples: whether any target depends on examples.
         group: the place of the first gradient in its group. No gradient of a group depends on
             another one, or on an update after it, so that they are summed in one loop.
@@ -39,7 +39,8 @@ class Plan(NamedTuple):
         last: the place of the last group whose gradients depend on examples; -1 if there is none.
             In the loop of its micro-batches everything else is collected too.
         updates: how each call of `update_state` of a Mean or Sum counts: by its "own" weight, by
-            the "share" of the micro-batch, "scaled" by both, or "once" for the batch.
+            the "share" of the micro-batch, "scaled" by both, as a "sum" over the examples, or
+            "once" for the batch.
         variables: all variables that the step writes.
         written_after: for each of them, how many gradients had been asked for at its first write.
         chained: those of metrics, and statistics that move once per micro-batch: they go from
@@ -47,7 +48,8 @@ class Plan(NamedTuple):
         pooled: BatchNormalization layers whose statistics move once; whether their inputs have a
             mask.
         decaying: those whose statistics move once per micro-batch.
-        logs: whether each of the logs is a mean over the examples.
+        logs: how each of the logs counts: by the "share" of the micro-batch, as a "sum" over the
+            examples, or "once" for the batch.
         applied: optimizers, and the variables that they update, in the order of the calls.
         counts: the number of denominators that are counted.
         draws_anew: whether tf.random is used.
@@ -63,7 +65,7 @@ class Plan(NamedTuple):
     chained: List[Variable]
     pooled: Dict[Any, bool]
     decaying: List[Any]
-    logs: List[bool]
+    logs: List[str]
     applied: List[Tuple[Any, List[Variable]]]
     counts: int
     draws_anew: bool

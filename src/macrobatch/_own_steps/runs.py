@@ -97,6 +97,10 @@ class Running(Mode):
         kind = self.plan.updates[self._updates - 1]
         if kind == "once":
             return self.update_once(plain, metric, values, sample_weight)
+        if kind == "sum":  # A batch has one value: with the shares as weights, sums add up to it.
+            values = keras.ops.convert_to_tensor(values, metric.dtype)
+            sample_weight = tf.cast(self.place.share, values.dtype)
+            return plain(metric, tf.math.divide_no_nan(values, sample_weight), sample_weight)
         # Of a known size, a number of examples may be given that the trace did not know.
         if kind == "scaled" or (kind == "share" and sample_weight is None):
             values = keras.ops.convert_to_tensor(values, metric.dtype)
@@ -107,11 +111,16 @@ class Running(Mode):
             values = tf.where(share > 0, values, tf.zeros_like(values))
         return plain(metric, values, sample_weight)
 
-    def part_of_log(self, log: Any) -> Tensor:
-        """This micro-batch's part in a log that is a mean."""
-        log = tf.convert_to_tensor(log)
-        log = log if log.dtype.is_floating else tf.cast(log, keras.config.floatx())
-        return tf.math.multiply_no_nan(log, tf.cast(self.place.share, log.dtype))
+    def parts_of_logs(self, logs: Any) -> List[Tensor]:
+        """This micro-batch's part in each of the logs that are of the examples."""
+        parts = []
+        for log, kind in zip(tf.nest.flatten(logs), self.plan.logs):
+            if kind != "once":
+                log = tf.convert_to_tensor(log)
+                log = log if log.dtype.is_floating else tf.cast(log, keras.config.floatx())
+                share = 1.0 if kind == "sum" else tf.cast(self.place.share, log.dtype)
+                parts.append(tf.math.multiply_no_nan(log, share))
+        return parts
 
     def update_once(self, plain: Any, metric: Any, values: Any, sample_weight: Any) -> Any:
         """Updates a metric with what does not depend on the examples."""

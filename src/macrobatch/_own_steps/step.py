@@ -139,7 +139,7 @@ class BatchStep:
             if not is_last:
                 return Part(gradients, written=[index, *unchanged])
             replay.finish()
-            logs = [sums.widened(replay.part_of_log(log)) for log in self._means(result.value)]
+            logs = [sums.widened(log) for log in replay.parts_of_logs(result.value)]
             return Part([*gradients, *logs], (), [index, *result.written], result.moments)
 
         def values() -> List[Any]:
@@ -192,21 +192,19 @@ class BatchStep:
             for variable, start in zip(written.variables, starts)
         ]
 
-    def _means(self, logs: Any) -> List[Any]:
-        return [log for log, is_mean in zip(tf.nest.flatten(logs), self._plan.logs) if is_mean]
-
     def _logs(self, logs: Any, real: Real) -> Logs:
-        flat = tf.nest.flatten(logs)
-        others: List[Any] = [None] * sum(self._plan.logs)
+        parts = real.parts_of_logs(logs)
+        others: List[Any] = [None] * len(parts)
         if self._others is not None:
             others = self._others.sums[len(self._others.sums) - len(others) :] if others else []
-        remaining = iter(others)
-        found = []
-        for log, is_mean in zip(flat, self._plan.logs):
-            if is_mean:
-                own = real.part_of_log(log)
-                log = tf.cast(sums.add(sums.widened(own), next(remaining)), own.dtype)
-            found.append(log)
+        totals = iter(
+            [
+                tf.cast(sums.add(sums.widened(own), rest), own.dtype)
+                for own, rest in zip(parts, others)
+            ]
+        )
+        flat = zip(tf.nest.flatten(logs), self._plan.logs)
+        found = [log if kind == "once" else next(totals) for log, kind in flat]
         return tf.nest.pack_sequence_as(logs, found)
 
     def _move_statistics(self, calls: batch_norm.Calls) -> None:

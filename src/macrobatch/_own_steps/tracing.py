@@ -35,6 +35,7 @@ class Tracing(Mode):
         self.writes: List[Write] = []
         self.updates: List[Tuple[Any, str, Any]] = []
         self.applied: List[Tuple[Any, List[Variable]]] = []
+        self.given: List[Any] = []
         self.counts: List[Tensor] = []
         self._by_examples = by_examples
         self.metrics = metrics
@@ -75,6 +76,7 @@ class Tracing(Mode):
     def apply(self, plain: Any, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
         checks.in_the_step_itself(self.graph, "optimizer.apply")
         variables = modes.variables_of(optimizer, trainable_variables)
+        self.given.append(list(grads))
         self.applied.append((optimizer, variables))
         for variable in modes.updated_by(optimizer, variables):
             value = self.marked(variable, ("applied", len(self.asked)))
@@ -122,6 +124,7 @@ class Tracing(Mode):
             self.writes,
             self.updates,
             self.applied,
+            self.given,
             self.metrics,
             logs,
             self.counts,

@@ -39,9 +39,14 @@ class _Trying(Counting):
     def gradient_of_variables(
         self, plain: Any, tape: Any, target: Any, sources: Any, output_gradients: Any
     ) -> Any:
-        place = len(self.gradients)
-        for index, value in enumerate(tf.nest.flatten(target)):
-            self.values[f"{LOSS} {place} {index}"] = tf.convert_to_tensor(value)
+        place, targets = len(self.gradients), tf.nest.flatten(target)
+        factors = [1.0] * len(targets)
+        if output_gradients is not None:
+            factors = [1.0 if f is None else f for f in tf.nest.flatten(output_gradients)]
+        for index, (value, factor) in enumerate(zip(targets, factors)):
+            # A number takes up a factor for each value, too.
+            value = tf.convert_to_tensor(value)
+            self.values[f"{LOSS} {place} {index}"] = value * tf.cast(factor, value.dtype)
         # Some steps divide by the norm of a gradient.
         found = tf.nest.map_structure(lambda source: tf.ones_like(source), sources)
         self.gradients.append(found)
@@ -138,14 +143,18 @@ class TriedStep(meeting.Tried):
             return [checks.examples_meet(verdict.layers, places)]
         if _places(verdict.unknown):
             return [meeting_checks.NOT_FINITE]
-        others = self._no_means(groups.micro_batches[0])
-        if _places(others):
-            return [checks.no_mean(_places(others))]
+        others = self._of_other_sizes(groups.micro_batches[0])
+        sums = [name for name in others if self._is_sum(name)]
+        others = [name for name in others if not self._is_sum(name)]
+        if sums or _places(others):
+            found = [checks.no_sum(_places(sums))] if sums else []
+            return [*found, checks.no_mean(_places(others))] if _places(others) else found
         reported = [name.split(maxsplit=2)[2] for name in (*verdict.values, *others)]
         return [checks.reported_as_means(list(dict.fromkeys(reported)))] if reported else []
 
-    def _no_means(self, micro_batch: Batch) -> Sequence[str]:
-        """The names of values that are another number for the same examples twice.
+    def _of_other_sizes(self, micro_batch: Batch) -> Sequence[str]:
+        """The names of means that are another number for the same examples twice, and of sums that
+        are not twice as much.
 
         A sum, or a sum over a constant batch size, has no examples that meet. It is no mean either.
         """
@@ -165,11 +174,14 @@ class TriedStep(meeting.Tried):
         once, both = (self._values(each, self._place(each), False) for each in map(times, (1, 2)))
         if self._drew:
             return []
-        return [
-            name
-            for name, value in once.items()
-            if not self._is_sum(name) and not _same(value, both[name], self._sizes[name])
-        ]
+
+        def is_as_expected(name: str) -> bool:
+            if not self._is_sum(name):
+                return _same(once[name], both[name], self._sizes[name])
+            sums = 2 * tf.reduce_sum(once[name]), tf.reduce_sum(both[name])
+            return _same(*sums, float(tf.reduce_sum(tf.abs(both[name]))))
+
+        return [name for name in once if not is_as_expected(name)]
 
 
 def _places(names: Sequence[str]) -> List[int]:

@@ -57,6 +57,15 @@ class TensorFlow(BatchEngine):
     def concatenated(self, leaves_of_batches: List[Tensor]) -> Tensor:
         return leaves.concatenated(leaves_of_batches)
 
+    def gradients_of(
+        self, function: Callable[[List[Tensor]], List[Tensor]], tensors: List[Tensor]
+    ) -> List[List[Tensor]]:
+        with tf.GradientTape(persistent=True) as tape:
+            tape.watch(tensors)
+            numbers = function(tensors)
+        zero = tf.UnconnectedGradients.ZERO
+        return [tape.gradient(n, tensors, unconnected_gradients=zero) for n in numbers]
+
     def has_static_sizes(self) -> bool:
         return graph.in_xla()
 

@@ -37,6 +37,19 @@ class Torch(BatchEngine):
         with torch.no_grad(), same_draws():
             return function(tree.map_structure(other, micro_batch))
 
+    def gradients_of(
+        self, function: Callable[[List[Tensor]], List[Tensor]], tensors: List[Tensor]
+    ) -> List[List[Tensor]]:
+        with torch.enable_grad():
+            leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+            numbers = function(leaves)
+            return [
+                torch.autograd.grad(n, leaves, retain_graph=True, materialize_grads=True)
+                if n.requires_grad
+                else [torch.zeros_like(leaf) for leaf in leaves]
+                for n in numbers
+            ]
+
     def on_host(self) -> ContextManager[Any]:
         context: ContextManager[Any] = keras.device("cpu")
         return context

@@ -130,7 +130,7 @@ class Inquiry:
             of_layers.append(messages.layers_and_size(met.sized_layers))
         # Behind such a layer every value differs. Then losses count only if examples meet in them,
         # or if they depend on sizes, whatever the layer makes.
-        wrong = [term for term in terms if term.differs]
+        wrong = [term for term in terms if term.differs or term.name in met.losses]
         if of_layers:
             known = (*met.losses, *met.layers, *met.sized_losses)
             wrong = [term for term in terms if term.name in known]
