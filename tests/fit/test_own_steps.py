@@ -250,7 +250,23 @@ class Counting(keras.metrics.Metric):
         return self.total / self.batches
 
 
+def changes_gradients(change):
+    def step(self, data):
+        loss, gradients = gradients_of(self, data)
+        gradients = [change(gradient, data, loss) for gradient in gradients]
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+    return step
+
+
 REFUSED = {
+    changes_gradients(
+        lambda gradient, data, loss: gradient / tf.cast(tf.shape(data[0])[0], loss.dtype)
+    ): "hands gradients to optimizer.apply that depend on the examples directly",
+    changes_gradients(
+        lambda gradient, data, loss: gradient * loss
+    ): "hands gradients to optimizer.apply.*multiplied by the loss",
     writes_examples: r"variable '.*queue'.*depends on the examples.*has_aux=True",
     writes_tensorflow: r"variables of TensorFlow.*steps.*keras\.Variable",
     logs_after_the_update: r"log 'after'.*weights after the last update.*evaluate",
@@ -485,15 +501,58 @@ def not_finite(self, data):
 
 
 def summed(self, data):
-    loss, gradients = gradients_of(self, data, tf.reduce_sum)
+    """Sums over the examples, one of them with a constant: what plain Keras takes them for."""
+    x, y = data
+    with tf.GradientTape() as outer:
+        with tf.GradientTape() as inner:
+            inner.watch(x)
+            total = tf.reduce_sum(self(x))
+        slope = inner.gradient(total, x)
+        loss = tf.reduce_sum((self(x) - y) ** 2 + tf.reduce_sum(slope**2, 1, keepdims=True)) / 64
+    gradients = outer.gradient(loss, self.trainable_variables)
+    self.optimizer.apply(gradients, self.trainable_variables)
+    self.own.update_state(loss)
+    return {"loss": loss, "own": self.own.result()}
+
+
+@pytest.mark.examples_meet
+@pytest.mark.parametrize("mode", ["graph", pytest.param("eager", marks=thorough)])
+def test_a_loss_may_be_a_sum(mode):
+    def build(mode):
+        model = step_of(summed, own=keras.metrics.Mean("own"))
+        model.compile(step_cases.adam(), **mode)
+        return model
+
+    assert_same_training(build, CASES["guide"][1], {"micro_batch_size": 3})
+
+
+def summed_and_more(self, data):
+    loss, gradients = gradients_of(self, data, lambda x: tf.reduce_sum(x) + tf.add_n(self.losses))
     self.optimizer.apply(gradients, self.trainable_variables)
     return {"loss": loss}
+
+
+def divided(self, data):
+    loss, gradients = gradients_of(
+        self, data, lambda x: tf.reduce_mean(x, 1) / tf.cast(tf.shape(x)[0], x.dtype)
+    )
+    self.optimizer.apply(gradients, self.trainable_variables)
+    return {"loss": tf.reduce_mean(loss)}
+
+
+def given_gradients(self, data):
+    with tf.GradientTape() as tape:
+        outputs = self(data[0])
+    start = 2 * (outputs - data[1]) / tf.cast(tf.size(outputs), outputs.dtype)
+    gradients = tape.gradient(outputs, self.trainable_variables, output_gradients=start)
+    self.optimizer.apply(gradients, self.trainable_variables)
+    return {"loss": tf.reduce_mean((outputs - data[1]) ** 2)}
 
 
 def summed_with_dropout(self, data):
     x, y = data
     with tf.GradientTape() as tape:
-        loss = tf.reduce_sum((self.dropout(self(x), training=True) - y) ** 2)
+        loss = tf.reduce_sum((self.dropout(self(x), training=True) - y) ** 2) + 1
     gradients = tape.gradient(loss, self.trainable_variables)
     self.optimizer.apply(gradients, self.trainable_variables)
     return {"loss": loss}
@@ -506,8 +565,10 @@ def summed_with_dropout(self, data):
         (contrastive, r"Examples meet.*number 1.*forward="),
         (coupled_second_loss, r"Examples meet.*number 2.*forward="),
         (mean_over_tokens, "Examples meet.*micro_batch_weight="),
-        (summed, "number 1.*is none.*Take a mean"),
+        (summed_and_more, "number 1.*is none.*Take a mean"),
         (summed_with_dropout, "number 1.*is none.*Take a mean"),
+        (divided, "number 1.*not twice as much.*divide by no number"),
+        (given_gradients, "number 1.*not twice as much.*divide by no number"),
         (not_finite, "It is not known.*NaN or infinite"),
     ],
 )
@@ -529,7 +590,8 @@ def test_losses_that_are_no_means_over_examples_are_warned_of(function, message)
     [
         (lambda x: tf.reduce_max(x), "'largest'"),
         (lambda x: tf.shape(x)[0], "'value'"),
-        (lambda x: tf.reduce_sum(x), "'value'"),
+        (lambda x: tf.reduce_sum(x) + 1, "'value'"),
+        (lambda x: tf.reduce_sum(x), None),
         (lambda x: tf.reduce_mean(x), None),
     ],
 )
@@ -552,6 +614,35 @@ def test_logs_and_metrics_that_are_no_means_over_examples_are_warned_of(value, n
     messages = [str(each.message) for each in warned]
     assert len(messages) == (0 if names is None else 1)
     assert all(f"no means over the examples: {names}" in message for message in messages)
+
+
+class Latest(keras.metrics.Metric):
+    """The last value of a batch, or the largest of all."""
+
+    def __init__(self, largest):
+        super().__init__(name="kept")
+        self.largest, self.kept = largest, self.add_weight(name="kept", initializer="zeros")
+
+    def update_state(self, value):
+        self.kept.assign(tf.maximum(self.kept, value) if self.largest else value)
+
+    def result(self):
+        return self.kept + 0.0
+
+
+@pytest.mark.examples_meet
+@pytest.mark.parametrize("largest", [False, True])
+def test_metrics_that_keep_what_a_batch_comes_to_are_warned_of(largest):
+    def reporting(self, data):
+        loss = update(self, data)
+        self.own.update_state(loss)
+        return {"kept": self.own.result()}
+
+    model = step_of(reporting, own=Latest(largest))
+    model.compile(step_cases.adam(), **MODES["eager"])
+    macrobatch.accumulate(model, 3)
+    with pytest.warns(macrobatch.ExactnessWarning, match="no means over the examples: 'kept/kept'"):
+        model.fit(step_cases.X, step_cases.Y, batch_size=20, shuffle=False, verbose=0)
 
 
 class Evaluated(keras.Model):
@@ -579,7 +670,21 @@ def test_an_own_test_step(mode):
     cut = model.evaluate(*data, batch_size=20, verbose=0, return_dict=True)
     np.testing.assert_allclose([*cut.values()], [*plain.values()], rtol=1e-12)
     assert list(cut) == list(plain)
-    assert set(Evaluated.sizes) <= {None, 1, 2, 3}
+    # Whether the logs are means is tried with examples that are made up.
+    assert set(Evaluated.sizes) <= {None, 1, 2, 3, 4, 8}
+
+
+def test_an_own_test_step_that_reports_no_means_stays_whole():
+    class Largest(keras.Model):
+        def test_step(self, data):
+            return {"largest": tf.reduce_max(self(data[0]))}
+
+    model = step_cases.functional(Largest)
+    model.compile("sgd", "mse")
+    data = step_cases.X, step_cases.Y
+    plain = model.evaluate(*data, batch_size=20, verbose=0)
+    macrobatch.accumulate(model, 3)
+    assert model.evaluate(*data, batch_size=20, verbose=0) == plain
 
 
 def test_an_own_test_step_that_remembers_examples_stays_whole():

@@ -8,13 +8,14 @@ import tensorflow as tf
 from macrobatch import _checks, _internals
 from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
-from macrobatch._keras import finite_checks, model_checks
+from macrobatch._keras import finite_checks, meeting, model_checks
 from macrobatch._keras.report import overrides
+from macrobatch._meeting import verdict_of
 from macrobatch._own_steps import checks as step_checks
 from macrobatch._own_steps import tracing
 from macrobatch._own_steps.plan import Early, Plan
 from macrobatch._own_steps.step import BatchStep
-from macrobatch._own_steps.trial import TriedStep
+from macrobatch._own_steps.trial import MADE_UP, TriedStep, made_up
 from macrobatch._tensorflow import graph, replicas
 from macrobatch._tensorflow.engine import ENGINE
 from macrobatch._types import Batch, Logs, Size
@@ -44,10 +45,12 @@ class OwnStep:
         self.examples: Size = 0
         self.shows_size = False
         self._plans: Dict[Any, Plan] = {}
+        self._reports_means: Dict[str, bool] = {}
 
     def forget(self) -> None:
         """Forgets what is known of the step: it may be compiled anew."""
         self._plans.clear()
+        self._reports_means.clear()
 
     def __call__(self, data: Any) -> Logs:
         """What the step makes of a whole batch."""
@@ -98,11 +101,29 @@ class OwnStep:
         """Whether micro-batches come to what the whole batch would have come to."""
         if self._cut.axis is not None or replicas.in_several():
             return False
+        batch = graph.to_tensors(data)
         try:
-            self.plan(graph.to_tensors(data))
+            plan = self.plan(batch)
         except ValueError:
             return False
-        return True
+        specs = graph.specs_of(batch, any_size=True)
+        if repr(specs) not in self._reports_means:
+            self._reports_means[repr(specs)] = self._is_of_means(plan, specs)
+        return self._reports_means[repr(specs)]
+
+    def _is_of_means(self, plan: Plan, specs: Any) -> bool:
+        """Whether all that a test step reports adds up, as far as examples show that are made up.
+
+        What a step makes of a batch cannot be looked at in a graph.
+        """
+        tried = TriedStep(self._run, plan, self._weight)
+        try:
+            with tf.init_scope():
+                groups = meeting.groups(made_up(specs), MADE_UP, meeting.FEWEST, ENGINE)
+                assert groups is not None
+                return not tried.messages(groups, verdict_of(tried, groups, is_coarse=False))
+        except Exception:  # The step may need other examples than these.
+            return True
 
     def plan(self, batch: Batch) -> Plan:
         """What the step does. All that it lacks is made.

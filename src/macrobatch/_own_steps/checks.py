@@ -249,7 +249,7 @@ def no_sum(places: Sequence[int]) -> str:
 def reported_as_means(names: Sequence[str]) -> str:
     """What to say of logs and metrics that are no means over the examples."""
     return (
-        f"These logs or metrics of the train_step are no means over the examples: {some(names)}. "
+        f"These logs or metrics of the step are no means over the examples: {some(names)}. "
         "What is reported of the batch is the mean of what each micro-batch comes to, which is "
         "another number. The update is not affected. Update a metric with one value per example, "
         "or compute the number in evaluate() or a callback."

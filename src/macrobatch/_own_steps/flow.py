@@ -93,11 +93,15 @@ class Flow:
         return [str(outside.get(id(o.inputs[0])) or o.name) for o in found if len(o.inputs) > 1]
 
     def is_sum(self, target: Any) -> bool:
-        """Whether a number is the sum of values of the examples, and nothing divides it by theirs.
+        """Whether a number is the sum of values of the examples, maybe times a constant.
 
-        The gradient of such a number is that of the values, which the tape sums.
+        The gradient of such a number is that of the values, which the tape sums. A division by the
+        number of examples makes a mean of it.
         """
-        operation = getattr(target, "op", None) if self.of(target) else None
+        operation = getattr(target, "op", None) if EXAMPLES in self.of(target) else None
+        while operation is not None and operation.type in (*SCALING, "Neg", "Cast", "Identity"):
+            of_examples = [each for each in operation.inputs if EXAMPLES in self.of(each)]
+            operation = of_examples[0].op if len(of_examples) == 1 else None
         if operation is None or operation.type != "Sum":
             return False
         values, axes = operation.inputs

@@ -2,14 +2,15 @@
 reports as means over the examples.
 """
 
-from typing import Any, Callable, Dict, List, Optional, Sequence
+from typing import Any, Callable, Dict, Iterable, List, Optional, Sequence, Tuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from macrobatch._keras import comparison, meeting, meeting_checks, stateless
 from macrobatch._keras import model as models
-from macrobatch._keras.scope import Written
+from macrobatch._keras.scope import Written, is_seed
 from macrobatch._own_steps import checks
 from macrobatch._own_steps.plan import Plan
 from macrobatch._own_steps.runs import Counting, Place
@@ -21,15 +22,18 @@ from macrobatch._types import Batch, Tensor
 TOLERANCES = {"float64": 1e-6, "float32": 1e-3}
 COARSE = 5e-2
 
+# Examples that are made up.
+MADE_UP = 16
+
 # Kinds of values. A value is known by its kind, a place, and another place or a name.
-LOSS, REPORTED = "loss", "reported"
+LOSS, REPORTED, SUMMED = "loss", "reported", "summed"
 
 
 class _Trying(Counting):
     """A run of a micro-batch for its values. It has no gradients, and updates nothing.
 
     Attributes:
-        values: the losses, and what goes into metrics and logs as a mean over the examples.
+        values: the losses, and what goes into metrics and logs as a mean or a sum over examples.
     """
 
     def __init__(self, plan: Plan, place: Place):
@@ -54,20 +58,21 @@ class _Trying(Counting):
 
     def update_state(self, plain: Any, metric: Any, values: Any, sample_weight: Any = None) -> Any:
         result = super().update_state(plain, metric, values, sample_weight)
-        if self.plan.updates[self._updates - 1] in ("share", "scaled"):
-            self._report(metric.name, values)
+        self._report(metric.name, values, self.plan.updates[self._updates - 1])
         return result
 
     def note_logs(self, logs: Any) -> None:
-        """Notes the logs that are means over the examples."""
-        for name, is_mean in zip(sorted(logs), self.plan.logs):
-            if is_mean:
-                self._report(name, logs[name])
+        """Notes the logs that are means or sums over the examples."""
+        for name, kind in zip(sorted(logs), self.plan.logs):
+            self._report(name, logs[name], kind)
 
-    def _report(self, name: str, value: Any) -> None:
+    def _report(self, name: str, value: Any, kind: str) -> None:
+        if kind in ("once", "own"):
+            return
         value = tf.convert_to_tensor(value)
         floating = value if value.dtype.is_floating else tf.cast(value, keras.config.floatx())
-        self.values[f"{REPORTED} {len(self.values)} {name}"] = floating
+        kind = SUMMED if kind == "sum" else REPORTED
+        self.values[f"{kind} {len(self.values)} {name}"] = floating
 
 
 class TriedStep(meeting.Tried):
@@ -103,7 +108,9 @@ class TriedStep(meeting.Tried):
 
     def _is_sum(self, name: str) -> bool:
         kind, place, index = name.split(maxsplit=2)
-        return kind == LOSS and self._plan.gradients[int(place)].per_example[int(index)]
+        if kind != LOSS:
+            return kind == SUMMED
+        return self._plan.gradients[int(place)].per_example[int(index)]
 
     def _place(self, micro_batch: Batch) -> Place:
         """A micro-batch as a part of a batch in which every denominator is 1."""
@@ -116,6 +123,22 @@ class TriedStep(meeting.Tried):
         return Place(examples, 1, tf.cast(own, tf.float64), False, ones)
 
     def _values(self, micro_batch: Batch, place: Place, drops: bool = True) -> Dict[str, Tensor]:
+        found, _ = self._run(micro_batch, place, [None] * len(self._plan.variables), drops)
+        for name, value in found.items():
+            self._sizes[name] = max(self._sizes.get(name, 0.0), float(tf.reduce_max(tf.abs(value))))
+        return found
+
+    def _run(
+        self, micro_batch: Batch, place: Place, starts: List[Any], drops: bool
+    ) -> Tuple[Dict[str, Tensor], List[Any]]:
+        """The values, and what variables are afterwards; where None, what they were.
+
+        Args:
+            micro_batch: the micro-batch.
+            place: what it is in a whole batch.
+            starts: what the variables are before; where None, what they are now.
+            drops: whether dropout drops anything.
+        """
         run = _Trying(self._plan, place)
 
         def scope(*given: Any) -> StepScope:
@@ -123,16 +146,13 @@ class TriedStep(meeting.Tried):
             return run.scope
 
         written = Written(self._plan.variables, [], ENGINE, scope)
-        values = [None] * len(self._plan.variables)
 
         def code() -> None:
             run.note_logs(run.run(self._step, micro_batch))
 
-        stateless.run(code, written, values, alone=True, drops=drops)
+        result = stateless.run(code, written, starts, alone=True, drops=drops)
         self._drew = self._drew or written.drew
-        for name, value in run.values.items():
-            self._sizes[name] = max(self._sizes.get(name, 0.0), float(tf.reduce_max(tf.abs(value))))
-        return run.values
+        return run.values, list(result.written)
 
     def messages(self, groups: comparison.Groups, verdict: meeting.Verdict) -> List[str]:
         """What to say of a trial."""
@@ -143,13 +163,15 @@ class TriedStep(meeting.Tried):
             return [checks.examples_meet(verdict.layers, places)]
         if _places(verdict.unknown):
             return [meeting_checks.NOT_FINITE]
-        others = self._of_other_sizes(groups.micro_batches[0])
-        sums = [name for name in others if self._is_sum(name)]
-        others = [name for name in others if not self._is_sum(name)]
-        if sums or _places(others):
-            found = [checks.no_sum(_places(sums))] if sums else []
-            return [*found, checks.no_mean(_places(others))] if _places(others) else found
+        same = groups.micro_batches[0]
+        others = self._of_other_sizes(same)
+        sums = _places(name for name in others if self._is_sum(name))
+        means = _places(name for name in others if not self._is_sum(name))
+        if sums or means:
+            found = [checks.no_sum(sums)] if sums else []
+            return [*found, checks.no_mean(means)] if means else found
         reported = [name.split(maxsplit=2)[2] for name in (*verdict.values, *others)]
+        reported += self._metrics_of_micro_batches(same)
         return [checks.reported_as_means(list(dict.fromkeys(reported)))] if reported else []
 
     def _of_other_sizes(self, micro_batch: Batch) -> Sequence[str]:
@@ -162,12 +184,8 @@ class TriedStep(meeting.Tried):
 
         def times(count: int) -> Batch:
             return tf.nest.map_structure(
-                lambda leaf: (
-                    None
-                    if leaf is None
-                    else ENGINE.concatenated([ENGINE.slice_of(leaf, 0, half, False)] * count)
-                ),
-                micro_batch,
+                lambda leaf: None if leaf is None else ENGINE.concatenated([leaf] * count),
+                _rows(micro_batch, 0, half),
             )
 
         # The second half would draw other numbers. Dropout can keep everything, others cannot.
@@ -183,8 +201,67 @@ class TriedStep(meeting.Tried):
 
         return [name for name in once if not is_as_expected(name)]
 
+    def _metrics_of_micro_batches(self, micro_batch: Batch) -> List[str]:
+        """The paths of what metrics keep that tells micro-batches from the batch, as the last value
+        does, or a number of micro-batches.
+        """
+        plan = self._plan
+        if plan.pooled or plan.decaying:  # Micro-batches have statistics of their own.
+            return []
+        size = ENGINE.examples(micro_batch)
+        cuts = [(0, size)], [(0, size // 2), (size // 2, size - size // 2)]
+        whole, pieces = (self._after([_rows(micro_batch, *cut) for cut in each]) for each in cuts)
+        if self._drew:
+            return []
+        chained = [v for v in plan.chained if not is_seed(v)]
+        pairs = [(v, whole[id(v)], pieces[id(v)]) for v in chained]
+        return [
+            v.path
+            for v, one, other in pairs
+            if one is not None
+            and other is not None
+            and not _same(one, other, float(tf.reduce_max(tf.abs(one))))
+        ]
 
-def _places(names: Sequence[str]) -> List[int]:
+    def _after(self, micro_batches: List[Batch]) -> Dict[int, Any]:
+        """What the variables are after some micro-batches, by id."""
+        # Metrics start with zeros, as after their reset: the largest so far hides what comes.
+        chained = {id(variable) for variable in self._plan.chained if not is_seed(variable)}
+        values: List[Any] = [
+            tf.zeros(v.shape, v.dtype) if id(v) in chained else None for v in self._plan.variables
+        ]
+        for each in micro_batches:
+            found = self._run(each, self._place(each), values, drops=False)[1]
+            values = [old if new is None else new for new, old in zip(found, values)]
+        return {id(v): value for v, value in zip(self._plan.variables, values)}
+
+
+def made_up(specs: Any) -> Batch:
+    """Examples of these types and shapes, which differ from each other where numbers are floats."""
+    random = np.random.default_rng(0)
+
+    def leaf(spec: Any) -> Any:
+        if spec is None:
+            return None
+        if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
+            raise TypeError(f"Nothing can be made up for {spec}.")
+        shape = [MADE_UP, *(4 if size is None else size for size in spec.shape[1:])]
+        if spec.dtype.is_floating:
+            return tf.constant(random.uniform(0.05, 0.95, shape), spec.dtype)
+        # Numbers of classes and of words, of which there are two at least.
+        return tf.cast(tf.constant(random.integers(0, 2, shape)), spec.dtype)
+
+    return tf.nest.map_structure(leaf, specs)
+
+
+def _rows(batch: Batch, start: int, count: int) -> Batch:
+    """Some examples of a batch."""
+    return tf.nest.map_structure(
+        lambda leaf: None if leaf is None else ENGINE.slice_of(leaf, start, count, False), batch
+    )
+
+
+def _places(names: Iterable[str]) -> List[int]:
     """Which gradients the losses among some values are of."""
     split = [name.split(maxsplit=2) for name in names]
     return sorted({int(place) for kind, place, _ in split if kind == LOSS})
