@@ -75,6 +75,29 @@ def sorted_distance(y_true, y_pred):
     return ops.square(ops.sort(y_pred[:, 0]) - labels)
 
 
+# Losses whose sum does not tell that examples meet
+
+
+def over_the_mean(y_true, y_pred):
+    """The sum is the number of examples, always. No gradient flows through the mean."""
+    losses = ops.mean(ops.square(y_true - y_pred), axis=-1)
+    return losses / ops.stop_gradient(ops.mean(losses))
+
+
+def with_the_next(y_true, y_pred):
+    return ops.mean(ops.square(y_true - ops.roll(y_pred, 1, axis=0)), axis=-1)
+
+
+def slightly_contrastive(y_true, y_pred):
+    """A part of a thousandth, which the rounding of a sum may hide."""
+    return ops.mean(ops.square(y_true - y_pred), axis=-1) + 1e-3 * contrastive(y_true, y_pred)
+
+
+def mean_for_each(y_true, y_pred):
+    """Each example has a value that depends on all. The sum is that of examples."""
+    return ops.square(y_true - y_pred)[:, 0] + ops.mean(ops.abs(y_pred)) + 0.0 * y_pred[:, 0]
+
+
 # Layers
 
 
@@ -242,6 +265,23 @@ def test_several_steps_in_an_execution_and_single_batches():
     macrobatch.accumulate(model, 6)
     with pytest.warns(ExactnessWarning, match="'culprit'"):
         model.train_on_batch(*data(24))
+
+
+# What hides in a sum
+
+
+@pytest.mark.parametrize("loss", [over_the_mean, with_the_next, slightly_contrastive])
+@pytest.mark.parametrize("floats", ["float32", "float64"])
+def test_losses_that_hide_in_their_sum(loss, floats):
+    keras.config.set_floatx(floats)
+    x, y = data(24)
+    y = np.random.default_rng(1).normal(size=[24, CLASSES])
+    (message,) = said_of(build(), x.astype(floats), y.astype(floats), loss=loss)
+    assert message.startswith("Examples meet in these losses: ")
+
+
+def test_values_that_differ_with_the_same_gradient_are_silent():
+    assert said_of(build(layers.Dropout(0.5)), loss=mean_for_each) == []
 
 
 # How many examples there are, and their places

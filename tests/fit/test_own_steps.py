@@ -526,6 +526,24 @@ def test_a_loss_may_be_a_sum(mode):
     assert_same_training(build, CASES["guide"][1], {"micro_batch_size": 3})
 
 
+def divided_inside(self, data):
+    loss, gradients = gradients_of(
+        self, data, lambda x: tf.reduce_sum(x / tf.cast(tf.shape(x)[0], x.dtype))
+    )
+    self.optimizer.apply(gradients, self.trainable_variables)
+    return {"loss": loss}
+
+
+@pytest.mark.examples_meet
+def test_a_sum_that_is_divided_inside_is_a_mean():
+    def build(mode):
+        model = step_of(divided_inside)
+        model.compile(step_cases.adam(), **mode)
+        return model
+
+    assert_same_training(build, CASES["guide"][1], {"micro_batch_size": 3})
+
+
 def summed_and_more(self, data):
     loss, gradients = gradients_of(self, data, lambda x: tf.reduce_sum(x) + tf.add_n(self.losses))
     self.optimizer.apply(gradients, self.trainable_variables)

@@ -548,3 +548,22 @@ def test_padding_that_counts_is_refused():
     macrobatch.accumulate(model, 3, sequence_axis=1, whole_batch_loss=True)
     with pytest.raises(ValueError, match="depends on padding"):
         model.fit(TOKENS, Y, batch_size=8, verbose=0)
+
+
+class Centring(keras.Model):
+    """A loss that assigns to a variable, and then asks for it."""
+
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        self.centre.assign(0.5 * self.centre + 0.5 * ops.mean(y_pred, axis=0))
+        return ops.mean(ops.square(y_pred - self.centre)) + ops.mean(ops.square(y - y_pred))
+
+
+@pytest.mark.parametrize("mode", ["eager", pytest.param("graph", marks=thorough)])
+def test_no_gradient_flows_through_what_the_loss_assigns(mode):
+    def build():
+        inputs = keras.Input([4])
+        model = Centring(inputs, layers.Dense(3)(inputs))
+        model.centre = keras.Variable(np.zeros(3), trainable=False)
+        return model
+
+    support.check(build, X, Y, loss=None, cut=CUT, **MODES[mode])

@@ -51,6 +51,14 @@ class ByNumber(layers.Layer):
         return inputs / ops.sum(ops.ones_like(inputs), axis=0)
 
 
+class DrawsByPlace(layers.Layer):
+    """Draws the same numbers each time, by a number that is its seed."""
+
+    def call(self, inputs, training=None):
+        drawn = keras.random.normal(ops.shape(inputs), seed=3, dtype=inputs.dtype)
+        return inputs + drawn if training else inputs
+
+
 def of_number(y_true, y_pred):
     losses = ops.mean(ops.square(y_true - y_pred), axis=-1)
     return losses / ops.sum(ops.ones_like(losses))
@@ -356,6 +364,10 @@ INEXACT = {
     ),
     "layer-and-size": (
         lambda: (mlp(ByNumber(name="culprit")), (X, Y)),
+        {"number_of_examples": ("culprit",)},
+    ),
+    "seed-and-place": (
+        lambda: (mlp(DrawsByPlace(name="culprit")), (X, Y)),
         {"number_of_examples": ("culprit",)},
     ),
     "loss-and-size": (

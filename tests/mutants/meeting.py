@@ -103,6 +103,20 @@ MUTANTS = [
         (FIT + "masked_tokens_are_silent",),
     ),
     Mutant(
+        "meet: only the sums of losses are compared",
+        TRIED,
+        '                    found[f"{VALUES} {index}"] = term.values\n',
+        "                    pass\n",
+        (FIT + "losses_that_hide_in_their_sum",),
+    ),
+    Mutant(
+        "meet: a mean that each example gets counts",
+        TRIED,
+        "        found = compared(lambda micro_batch: self._slopes(micro_batch, doubtful))\n",
+        "        return names\n",
+        (FIT + "values_that_differ_with_the_same_gradient_are_silent",),
+    ),
+    Mutant(
         "meet: the sum of two pieces may be anything",
         PIECES,
         '        return not size < float("inf") or difference',

@@ -87,6 +87,13 @@ MUTANTS = [
         (INEXACT + "[two-causes]",),
     ),
     Mutant(
+        "verify: draws by a number as seed are replayed",
+        "_verify/replay.py",
+        "    return seed is None or isinstance(seed, keras.random.SeedGenerator)\n",
+        "    return True\n",
+        (INEXACT + "[seed-and-place]",),
+    ),
+    Mutant(
         "verify: what depends on sizes is no cause",
         CAUSES,
         "        if met.sized_layers:\n",

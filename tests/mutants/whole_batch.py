@@ -9,6 +9,13 @@ STEP, STAGES = "_keras/whole_batch.py", "_keras/two_stages.py"
 
 MUTANTS = [
     Mutant(
+        "whole: a gradient flows through what is assigned",
+        "_types.py",
+        "        return ops.stop_gradient(value)\n",
+        "        return value\n",
+        ("fit/test_whole_batch.py::test_no_gradient_flows_through_what_the_loss_assigns",),
+    ),
+    Mutant(
         "whole batch: rows of another micro-batch",
         "_batches/in_order.py",
         "start = run.start + index * run.size",

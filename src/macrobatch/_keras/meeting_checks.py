@@ -41,8 +41,8 @@ def of_sizes(layers: Sequence[str], losses: Sequence[str]) -> List[str]:
     if layers:
         found.append(
             f"These layers depend on {SIZE}: {some(layers)}. Micro-batches have fewer examples, "
-            f"{SO}. Divide by no number of examples, and take numbers by example from the data, "
-            "not from arange."
+            f"{SO}. Divide by no number of examples, take numbers by example from the data and not "
+            "from arange, and draw with a keras.random.SeedGenerator and not with a number as seed."
         )
     if losses:
         found.append(

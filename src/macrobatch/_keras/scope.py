@@ -31,13 +31,17 @@ class Scope(keras.StatelessScope):
     def dropping(self, drops: bool) -> Iterator[None]:
         """Sees whether anything is dropped by dropout, and keeps everything unless it `drops`."""
 
-        def instead(drop: Any, inputs: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        def instead(
+            drop: Any, inputs: Tensor, rate: Any, noise_shape: Any = None, seed: Any = None
+        ) -> Tensor:
+            if isinstance(seed, int):  # The same places are dropped each time.
+                return drop(inputs, rate, noise_shape, seed)
             self.dropped = True
             if not drops:
                 return inputs
             self._is_dropping = True
             try:
-                return drop(inputs, *args, **kwargs)
+                return drop(inputs, rate, noise_shape, seed)
             finally:
                 self._is_dropping = False
 

@@ -51,8 +51,8 @@ def layers_and_size(names: Sequence[str]) -> Cause:
         tuple(names),
         "What these layers make of an example depends on how many examples its micro-batch has, or "
         "on its place among them.",
-        "Divide by no number of examples, and take numbers by example from the data, not from "
-        "arange.",
+        "Divide by no number of examples, take numbers by example from the data and not from "
+        "arange, and draw with a keras.random.SeedGenerator and not with a number as seed.",
         "update",
     )
 

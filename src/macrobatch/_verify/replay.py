@@ -38,6 +38,8 @@ class Replay:
     def _drawn(
         self, draw: Any, shape: Any, *args: Any, dtype: Any = None, seed: Any = None, **kwargs: Any
     ) -> Tensor:
+        if not _is_of_layer(seed):
+            return draw(shape, *args, dtype=dtype, seed=seed, **kwargs)
         # Drawn in float64, a copy of a model draws what the model draws.
         dtype = keras.backend.standardize_dtype(dtype)
         is_wide = keras.backend.is_float_dtype(dtype) and _backends.trials().can_draw_float64()
@@ -48,6 +50,8 @@ class Replay:
     def _chosen(
         self, draw: Any, logits: Tensor, num_samples: int, dtype: Any = "int64", seed: Any = None
     ) -> Tensor:
+        if not _is_of_layer(seed):
+            return draw(logits, num_samples, dtype=dtype, seed=seed)
         # The largest of logits and Gumbel noise is a draw by these logits.
         shape = [1, num_samples, logits.shape[-1]]
         noise = keras.random.uniform(shape, 1e-20, 1.0, dtype=logits.dtype, seed=seed)
@@ -56,6 +60,8 @@ class Replay:
     def _dropped(
         self, drop: Any, inputs: Tensor, rate: Any, noise_shape: Any = None, seed: Any = None
     ) -> Tensor:
+        if not _is_of_layer(seed):
+            return drop(inputs, rate, noise_shape, seed)
         sizes = list(inputs.shape) if noise_shape is None else list(noise_shape)
         return drop(inputs, rate, self._of_all_examples(sizes), self._seed(seed))
 
@@ -65,9 +71,12 @@ class Replay:
 
     def _seed(self, seed: Any) -> Any:
         """A number for each generator, in the order in which they are met."""
-        if not isinstance(seed, keras.random.SeedGenerator) and seed is not None:
-            return seed
         if id(seed) not in self._generators:
             self._generators[id(seed)] = len(self._generators)
             self._kept.append(seed)
         return self._generators[id(seed)]
+
+
+def _is_of_layer(seed: Any) -> bool:
+    """Whether a seed changes from draw to draw. A number draws the same for each micro-batch."""
+    return seed is None or isinstance(seed, keras.random.SeedGenerator)
