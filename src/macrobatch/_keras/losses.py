@@ -31,7 +31,8 @@ class Term(NamedTuple):
     """A term of the loss, as far as a micro-batch goes.
 
     Attributes:
-        name: the name of the loss, or of the layer that added it.
+        name: the name of the loss, which Keras may name after its output, or of the layer that
+            added it.
         numerator: N(B_j). Where D is a number of examples, it is already divided by D(B).
         reported: the same for the value that is reported: reduction=None is reported as a mean.
         counted: the place of D among the denominators that are counted; None if it is not counted.
@@ -41,6 +42,7 @@ class Term(NamedTuple):
         is_tracked: whether Keras reports the term by itself.
         is_added: whether a layer gave it to `add_loss`.
         values: those of the loss before weights, masks and reduction; None if they are not known.
+        own_name: the name that the loss has itself.
     """
 
     name: str
@@ -53,6 +55,7 @@ class Term(NamedTuple):
     is_tracked: bool = False
     is_added: bool = False
     values: Optional[Tensor] = None
+    own_name: str = ""
 
 
 class Count(NamedTuple):
@@ -155,7 +158,7 @@ class Terms:
             self._scalars.add(entry.name)
         # A number of Python's is the same for all batches.
         term = Term(entry.name, value, value, weight=weight, is_scalar=is_scalar and not is_number)
-        term = term._replace(values=values)
+        term = term._replace(values=values, own_name=getattr(entry.loss, "name", None) or "")
         if is_scalar and sample_weight is None and (reduction in MEANS or not masks):
             term = self._mean(term, self._micro_batch.weight)
         elif reduction not in MEANS:

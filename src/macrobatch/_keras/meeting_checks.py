@@ -1,6 +1,6 @@
 """What is said where examples meet, and where nobody can tell."""
 
-from typing import List, Sequence
+from typing import Dict, List, Sequence
 
 from macrobatch._checks import some
 
@@ -8,10 +8,12 @@ SO = "so that the update is not that of the whole batch"
 SIZE = "how many examples a micro-batch has, or on the place of an example in it"
 
 
-def messages(layers: Sequence[str], losses: Sequence[str], is_random: bool) -> List[str]:
-    """What to say of a model after a trial."""
+def messages(
+    layers: Sequence[str], losses: Sequence[str], own_names: Dict[str, str], is_random: bool
+) -> List[str]:
+    """What to say of a model after a trial. Losses have names of their own, besides Keras'."""
     found = [of_layers(layers)] if layers else []
-    found += [of_losses(losses)] if losses else []
+    found += [of_losses(losses, own_names)] if losses else []
     return [*found, RANDOM] if is_random else found
 
 
@@ -26,16 +28,26 @@ def of_layers(names: Sequence[str]) -> str:
     )
 
 
-def of_losses(names: Sequence[str]) -> str:
+def of_losses(names: Sequence[str], own_names: Dict[str, str]) -> str:
     """What to say of losses in which examples meet."""
     return (
-        f"Examples meet in these losses: {some(names)}. The loss of an example depends on "
-        f"the other examples of its micro-batch, {SO}. Compute them on the predictions of the "
-        "whole batch: macrobatch.accumulate(..., whole_batch_loss=True)."
+        f"Examples meet in these losses: {some(names)}. {_after_outputs(names, own_names)}The loss "
+        f"of an example depends on the other examples of its micro-batch, {SO}. Compute them on "
+        "the predictions of the whole batch: macrobatch.accumulate(..., whole_batch_loss=True)."
     )
 
 
-def of_sizes(layers: Sequence[str], losses: Sequence[str]) -> List[str]:
+def _after_outputs(names: Sequence[str], own_names: Dict[str, str]) -> str:
+    """What losses are called that Keras names after outputs, whose names the user may not know."""
+    others = [
+        f"{name!r} has {own_names[name]!r}"
+        for name in names[:3]
+        if own_names.get(name) not in ("", None, name)
+    ]
+    return f"Keras names losses after outputs: {', '.join(others)}. " if others else ""
+
+
+def of_sizes(layers: Sequence[str], losses: Sequence[str], own_names: Dict[str, str]) -> List[str]:
     """What to say of layers and of losses that depend on how many examples there are."""
     found = []
     if layers:
@@ -46,7 +58,8 @@ def of_sizes(layers: Sequence[str], losses: Sequence[str]) -> List[str]:
         )
     if losses:
         found.append(
-            f"These losses depend on {SIZE}: {some(losses)}. Micro-batches have fewer examples, "
+            f"These losses depend on {SIZE}: {some(losses)}. "
+            f"{_after_outputs(losses, own_names)}Micro-batches have fewer examples, "
             f"{SO}. Return one value per example, divided by no number of examples: Keras takes "
             "the mean. Or compute them on the predictions of the whole batch: "
             "macrobatch.accumulate(..., whole_batch_loss=True)."

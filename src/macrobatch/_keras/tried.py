@@ -179,8 +179,9 @@ class Tried(ModelStep, meeting.Tried):
     def messages(self, groups: Groups, verdict: meeting.Verdict) -> List[str]:
         """What to say of a trial."""
         causes = self.causes(verdict)
-        found = meeting_checks.messages(causes.layers, causes.losses, verdict.is_random)
-        found += meeting_checks.of_sizes(causes.sized_layers, causes.sized_losses)
+        own_names = {term.name: term.own_name for term in self.terms}
+        found = meeting_checks.messages(causes.layers, causes.losses, own_names, verdict.is_random)
+        found += meeting_checks.of_sizes(causes.sized_layers, causes.sized_losses, own_names)
         return [*found, meeting_checks.NOT_FINITE] if verdict.unknown else found
 
     def causes(self, verdict: meeting.Verdict) -> Causes:
