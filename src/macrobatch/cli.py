@@ -5,6 +5,7 @@ Nothing here uses TensorFlow, which takes seconds to import.
 """
 
 import argparse
+import difflib
 import os
 import sys
 from typing import Any, Dict, List, Optional, Sequence
@@ -29,9 +30,19 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
     parsers = {name: add(commands) for name, (add, _) in adders.items()}
     for each in (parsers["verify"], parsers["plan"]):
         each.add_argument("--debug", action="store_true", help="show the traceback of an error")
-    options = parser.parse_args(arguments)
+    options, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        _refuse(parsers[options.command], unknown[0])
     _, start = adders[options.command]
     return start(parsers[options.command], options)
+
+
+def _refuse(parser: argparse.ArgumentParser, unknown: str) -> None:
+    """Ends with what to say of an option that there is not."""
+    known = [option for action in parser._actions for option in action.option_strings]
+    alike = difflib.get_close_matches(unknown.split("=")[0], known, 1)
+    hint = f" Did you mean {alike[0]}?" if alike else ""
+    parser.error(f"there is no option {unknown}.{hint} Options of a script come after the script.")
 
 
 def _add_run(commands: Any) -> argparse.ArgumentParser:

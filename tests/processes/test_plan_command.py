@@ -86,6 +86,14 @@ def test_what_is_missing(capsys):
     assert "must follow the options" in capsys.readouterr().err
 
 
+def test_an_option_that_there_is_not(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["plan", "--plott", "plan.png", "train.py"])
+    said = capsys.readouterr().err
+    assert "usage: macrobatch plan" in said
+    assert "there is no option --plott. Did you mean --plot?" in said
+
+
 def test_the_help_has_an_example(capsys):
     with pytest.raises(SystemExit):
         cli.main(["plan", "--help"])
