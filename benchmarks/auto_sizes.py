@@ -5,7 +5,7 @@ memory stays within limits.
 import random
 
 import measures
-from records import Contender, Section, Target
+from records import KEPT_MEMORY, Contender, Section, Target
 
 MODELS = {"mlp": ("wide MLP", 256), "cnn": ("CNN", 128), "transformer": ("transformer", 64)}
 SMALLEST = 4  # of the fixed sizes
@@ -43,7 +43,12 @@ def against_fixed(name):
     targets = [Target("settled auto over the best fixed size", over_best, 1.02)]
     text = f"{title}, batch {batch}: a size that was found, and fixed sizes"
     contenders = {"auto": auto, **fixed}
-    return Section(f"auto-{name}", text, "bars", contenders, targets, steps=3, warm_up=2)
+    return Section(
+        *(f"auto-{name}", text, "bars", contenders, targets),
+        steps=3,
+        warm_up=2,
+        variables=KEPT_MEMORY,
+    )
 
 
 def looking():

@@ -1,7 +1,7 @@
 """The sections of Keras on JAX and on torch: time, memory and the first step of each."""
 
 import measures
-from records import Contender, Section, Target, peak_target, time_target
+from records import KEPT_MEMORY, Contender, Section, Target, peak_target, time_target
 
 K = 8  # micro-batches of a batch
 MODELS = {"transformer": ("transformer", 8), "cnn": ("CNN", 16)}
@@ -44,7 +44,9 @@ def cost(backend, model):
     ]
     text = f"{TITLES[backend]}, {title}: {K} micro-batches of {micro}"
     name = f"{backend}-{model}"
-    return Section(name, text, "bars", contenders, targets, "floor", 1.05, steps=2)
+    return Section(
+        name, text, "bars", contenders, targets, "floor", 1.05, steps=2, variables=KEPT_MEMORY
+    )
 
 
 def memory(backend):

@@ -56,7 +56,7 @@ def timed_once(section, contenders, rounds, results):
             say(section, f"starting {contender.label}")
             with recorded(results[name]):
                 started = time.perf_counter()
-                process = Process(contender)
+                process = Process(contender, section.variables)
                 stack.callback(process.close)
                 results[name]["versions"] = process.versions
                 results[name].setdefault("seconds", [])

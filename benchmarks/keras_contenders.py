@@ -33,6 +33,7 @@ def training(description):
         "plain": plain_training,
         "macrobatch": macrobatch_training,
         "noise": noise_training,
+        "shown": shown_training,
         "keras": keras_accumulation,
         "gradient-accumulator": gradient_accumulator_training,
     }
@@ -83,6 +84,19 @@ def plain_training(**options):
 
 def macrobatch_training(accumulate, **options):
     return Fit(macrobatch.accumulate(compiled(**options), **accumulate), **options)
+
+
+def shown_training(accumulate, **options):
+    """As on a terminal: loops say how far they are, and a thread looks and may show it."""
+    from unittest import mock
+
+    from macrobatch._fit import fitting
+    from macrobatch._keras.installed import accumulation_of
+
+    with mock.patch.object(fitting, "can_show", return_value=True):
+        fit = macrobatch_training(accumulate, **options)
+    accumulation_of(fit.model).line.start()
+    return fit
 
 
 def noise_training(every, accumulate, **options):

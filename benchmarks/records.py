@@ -4,6 +4,10 @@ from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence
 
 import measures
 
+# malloc() gives memory back to the system between steps, and takes it again, or does not: that
+# depends on what happens to lie behind it. It may be a tenth of a step. These keep all memory.
+KEPT_MEMORY = {"MALLOC_TRIM_THRESHOLD_": "4294967296", "MALLOC_MMAP_THRESHOLD_": "4294967296"}
+
 
 class Contender(NamedTuple):
     label: str
@@ -44,6 +48,7 @@ class Section(NamedTuple):
     warm_up: int = 3  # updates that are not timed
     check_update: bool = False  # compare the weights after two updates
     peaks: Sequence[str] = ()  # contenders whose memory is measured apart, several times
+    variables: Optional[Dict[str, str]] = None  # of the environment, for all that are timed
     starts: int = 1  # how often all processes are started anew, for as many rounds each time
     rounds: int = 15  # turns of each contender, unless the command line says otherwise
 

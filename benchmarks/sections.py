@@ -254,6 +254,26 @@ def noise():
     return Section("noise", text, "bars", contenders, targets)
 
 
+# The line that shows how far an update is
+
+SHOWN_MODELS = {"small cnn": ("small CNN", 8), "transformer": ("transformer", 4)}
+
+
+def progress():
+    """What the line costs, for micro-batches that take little time."""
+    contenders, targets = {}, []
+    for model, (title, micro) in SHOWN_MODELS.items():
+        options = {"model": model, "batch": 16 * micro, "accumulate": {"micro_batch_size": micro}}
+        for way, text in (("macrobatch", "without a line"), ("shown", "with the line")):
+            contenders[f"{model} {way}"] = Contender(f"{title}, {text}", way, options)
+        names = f"{model} shown", f"{model} macrobatch"
+        targets.append(
+            time_target(f"{title}: with the line over without", *names, 1.01, form="{:.3f} x")
+        )
+    text = "progress within an update, 16 micro-batches"
+    return Section("progress", text, "bars", contenders, targets, steps=5, starts=3)
+
+
 # A large embedding table
 
 
@@ -333,6 +353,7 @@ def all_sections():
         whole_batch(),
         whole_batch_memory(),
         noise(),
+        progress(),
         embedding(),
         linear(),
         first_step.section(),
