@@ -126,8 +126,8 @@ MUTANTS = [
     Mutant(
         "meet: only the first piece is looked at",
         PIECES,
-        "self._has(whole, first, 1) and self._has(whole, last, 2)",
-        "self._has(whole, first, 1)",
+        "return all(self._has(whole, each, place) for each, place in known)",
+        "return all(self._has(whole, each, place) for each, place in known[:1])",
         (ROOM + "what_depends_on_how_many_examples_there_are_is_found",),
     ),
     Mutant(

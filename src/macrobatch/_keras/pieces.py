@@ -38,16 +38,23 @@ class Pieces(NamedTuple):
     def differing(self, runs: Sequence[Found]) -> List[str]:
         """The names of values that are not made of those of the two pieces."""
         whole, *pieces = runs
-        # A run may leave out what it cannot tell.
-        known = [name for name in whole if all(name in each for each in pieces)]
         return [
-            name for name in known if not self._is_made_of(whole[name], [p[name] for p in pieces])
+            name
+            for name, value in whole.items()
+            if not self._is_made_of(value, [each.get(name) for each in pieces])
         ]
 
-    def _is_made_of(self, whole: Tensor, pieces: Sequence[Tensor]) -> bool:
-        whole, first, last = (calls.on_host(each) for each in (whole, *pieces))
+    def _is_made_of(self, whole: Tensor, pieces: Sequence[Optional[Tensor]]) -> bool:
+        """Whether a value is that of its pieces, as far as these are known."""
+        whole = calls.on_host(whole)
+        first, last = (None if each is None else calls.on_host(each) for each in pieces)
         if whole.shape:
-            return self._has(whole, first, 1) and self._has(whole, last, 2)
+            known = [
+                (each, place) for place, each in enumerate((first, last), 1) if each is not None
+            ]
+            return all(self._has(whole, each, place) for each, place in known)
+        if first is None or last is None:
+            return True
         size = max(abs(float(each)) for each in (whole, first, last))
         difference = abs(float(whole) - float(first) - float(last))
         return not size < float("inf") or difference <= self._tolerance(whole) * size

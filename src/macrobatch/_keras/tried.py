@@ -44,6 +44,8 @@ class Tried(ModelStep, meeting.Tried):
         with_losses: whether losses are tried too, and not only layers.
     """
 
+    alone_of = (0, 2)  # For rows, one piece tells as much as two.
+
     def __init__(
         self,
         model: Any,
@@ -53,6 +55,7 @@ class Tried(ModelStep, meeting.Tried):
     ):
         super().__init__(model, True, engine, micro_batch_weight)
         self.with_losses, self._is_added_to = with_losses, False
+        self._together: Any = None  # the predictions of the examples of which there are pieces
         trackers = [v for metric in report.trackers_of(model) for v in metric.variables]
         self._states = unique([*model.metrics_variables, *trackers])
 
@@ -120,18 +123,23 @@ class Tried(ModelStep, meeting.Tried):
     def alone(self, micro_batch: Batch) -> Found:
         with self._running() as scope, scope.dropping(False):
             y_pred = self._forward(micro_batch)
+            self._is_added_to = bool(added_losses(_internals.layers_of(self.model)))
+        if self._together is None:
+            self._together = y_pred
         return {} if scope.drew else _rows_of(y_pred)
 
     def apart(self, made: Pieces) -> Sequence[Found]:
         if not self.with_losses:
             return super().apart(made)
-        return self.losses_of(made, self.predicted(made.batches[0]))
+        if self._together is None:
+            self.alone(made.batches[0])
+        y_pred, self._together = self._together, None
+        return self.losses_of(made, y_pred)
 
     def predicted(self, micro_batch: Batch) -> Any:
         """The predictions for some examples."""
-        with self._running():
-            y_pred = self._forward(micro_batch)
-            self._is_added_to = bool(added_losses(_internals.layers_of(self.model)))
+        self.alone(micro_batch)
+        y_pred, self._together = self._together, None
         return y_pred
 
     def losses_of(self, made: Pieces, y_pred: Any) -> Sequence[Found]:

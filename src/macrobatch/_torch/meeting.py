@@ -40,6 +40,7 @@ class _Again(meeting.Tried):
 
     def __init__(self, tried: Tried, may_draw: bool):
         self._tried, self._may_draw, self._draws = tried, may_draw, Draws()
+        self.alone_of = tried.alone_of
 
     def _start(self) -> None:
         self._draws.put_back()
