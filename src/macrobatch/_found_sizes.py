@@ -11,6 +11,7 @@ from keras import tree
 
 from macrobatch._batches import checks as batch_checks
 from macrobatch._batches.cut import Cut
+from macrobatch._keras.installed import fit_of
 from macrobatch._keras.size_key import key_of
 from macrobatch._keras.size_logged import SizeLogged, with_size
 from macrobatch._sizes.finder import Engine, Finder
@@ -81,7 +82,7 @@ class FoundSizes(Engine):
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras', with the size of each epoch in the logs."""
         model, finder = self._steps.model, self.finder
-        fit = type(model).fit
+        fit = fit_of(model)
         call = inspect.signature(fit).bind(model, *args, **kwargs)
         call.apply_defaults()
         own = SizeLogged(finder.unit, lambda: finder.size, self._paying.expect)

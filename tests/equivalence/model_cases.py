@@ -1,5 +1,7 @@
 """Equivalence cases: sizes, optimizers, models and kinds of data."""
 
+import functools
+
 import keras
 import numpy as np
 from builders import (
@@ -113,6 +115,31 @@ CASES["subclassed"] = case(
     Subclassed, X, Y, quick="graph eager", elsewhere="jax jax-eager torch torch-compiled"
 )
 CASES["nested"] = case(nested, X, Y, quick="graph")
+
+
+# One output in a container of its own
+
+CONTAINERS = {
+    "list": (lambda x, y: ([x], [y]), lambda y: y),
+    "list-of-labels": (lambda x, y: ([x], [y]), lambda y: [y]),
+    "tuple": (lambda x, y: (x, (y,)), lambda y: y),
+    "dict": (lambda x, y: (x, {"only": y}), lambda y: {"only": y}),
+}
+
+
+def in_container(container):
+    inputs = keras.Input([4])
+    return keras.Model(*container(inputs, layers.Dense(2, name="only")(inputs)))
+
+
+for name, (container, labels) in CONTAINERS.items():
+    CASES[f"output-in-a-{name}"] = case(
+        functools.partial(in_container, container),
+        X,
+        labels(Y),
+        metrics=["mae"],
+        quick="graph" if name == "list" else "",
+    )
 CASES["frozen"] = case(frozen, X, Y, quick="eager")
 CASES["convolutional"] = case(
     convolutional,

@@ -13,6 +13,13 @@ PARTS = "_tensorflow/parts.py"
 
 MUTANTS = [
     Mutant(
+        "fit: an output in a list of its own is looked for in the labels",
+        "_internals/models.py",
+        "            y_pred = y_pred[0]  # as a call of the model returns it\n",
+        "            pass\n",
+        (MODELS + "[output-in-a-list-graph]",),
+    ),
+    Mutant(
         "fit: values of an own compute_loss are averaged",
         LOSS,
         "            term = self._sum(Term(name, value, value), None)\n",

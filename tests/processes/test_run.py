@@ -121,6 +121,27 @@ def test_an_update_that_is_not_exact(tmp_path, option, code):
     assert out.exists() == (code == 0)
 
 
+OWN_FIT = """
+class Own(keras.Model):
+    def fit(self, x, y, **options):
+        return super().fit(x / 10, y, **options)
+
+model = Own(model.inputs, model.outputs)
+model.compile("adam", "mse", run_eagerly=True)
+"""
+
+
+@pytest.mark.parametrize("size", ["10", "auto"])
+def test_a_model_with_a_fit_of_its_own(tmp_path, size):
+    """Its own fit, which calls Keras', is called once."""
+    script = small(tmp_path, before=OWN_FIT)
+    plain, run = tmp_path / "plain.weights.h5", tmp_path / "run.weights.h5"
+    assert fresh.run(script, plain, folder=tmp_path).returncode == 0
+    result = fresh.run(script, run, folder=tmp_path, through=["--micro-batch-size", size])
+    assert result.returncode == 0, result.stderr
+    assert_same_weights(plain, run)
+
+
 OWN_STEP = """
 class Own(keras.Model):
     def train_step(self, data):

@@ -5,6 +5,7 @@ from typing import Any
 import tensorflow as tf
 
 from macrobatch._fit.functions import Functions
+from macrobatch._keras.installed import fit_of
 from macrobatch._shown import fit as shown
 from macrobatch._shown.line import Line, Place, can_show
 from macrobatch._tensorflow import replicas
@@ -26,7 +27,7 @@ class Fitting(Functions):
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras', with what goes with workers, with sizes that are looked for, and on screen."""
-        call = shown.call_of(self.model, args, kwargs)
+        call = shown.call_of(fit_of(self.model), self.model, args, kwargs)
         given = shown.arguments_of(call)
         own = given.get("callbacks")
         if replicas.has_several_workers(self.strategy):
@@ -39,7 +40,7 @@ class Fitting(Functions):
         if own is not None:
             given["callbacks"] = own
         with shown.shown(given, self.model, self.line, self.cut.size):
-            return type(self.model).fit(*call.args, **call.kwargs)
+            return fit_of(self.model)(*call.args, **call.kwargs)
 
     def _has_workers(self) -> bool:
         return isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy)

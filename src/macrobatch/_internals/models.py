@@ -57,6 +57,8 @@ def build(model: Any, x: Any, y: Any, sample_weight: Any) -> None:
 
     if all(layer.built for layer in layers_of(model)) and getattr(model, "outputs", None):
         y_pred = getattr(model, "_functional", model)._outputs_struct
+        if isinstance(y_pred, (list, tuple)) and len(y_pred) == 1:
+            y_pred = y_pred[0]  # as a call of the model returns it
     else:
         y_pred = backend.compute_output_spec(model, x, training=False)
     arguments = (x, y, y_pred, sample_weight)

@@ -22,7 +22,7 @@ from macrobatch._jax.steps import Steps, batch_of
 from macrobatch._jax.whole_batch import WholeBatchSteps
 from macrobatch._keras import model_checks
 from macrobatch._keras.guard import Guard
-from macrobatch._keras.installed import Installed
+from macrobatch._keras.installed import Installed, fit_of
 from macrobatch._keras.ran import Ran
 from macrobatch._keras.report import overrides
 from macrobatch._keras.tried import Tried
@@ -162,7 +162,7 @@ class Accumulation(Installed):
         self.finite.start()
         if self.auto is not None:
             return self.auto.fit(*args, **kwargs)
-        return type(self.model).fit(self.model, *args, **kwargs)
+        return fit_of(self.model)(self.model, *args, **kwargs)
 
     def reset_metrics(self) -> None:
         """As Keras', which calls it at the start of an epoch."""

@@ -1,6 +1,8 @@
 """How methods get onto one Keras model, and off it again, on any backend."""
 
-from typing import Any, Callable, Dict
+import contextlib
+import contextvars
+from typing import Any, Callable, Dict, Iterator
 
 from macrobatch import _checks, _internals
 from macrobatch._keras import model_checks
@@ -48,6 +50,27 @@ class Installed:
             model.make_train_function()
         if tests:
             model.make_test_function()
+
+
+# The model whose `fit` was called in another way than by its name, and that `fit`.
+_called: "contextvars.ContextVar[Any]" = contextvars.ContextVar("macrobatch_fit", default=None)
+
+
+def fit_of(model: Any) -> Callable[..., Any]:
+    """The `fit` that goes on where one of ours ends: that of the model's class."""
+    called = _called.get()
+    found: Callable[..., Any] = type(model).fit
+    return called[1] if called is not None and called[0] is model else found
+
+
+@contextlib.contextmanager
+def going_on_with(model: Any, fit: Callable[..., Any]) -> Iterator[None]:
+    """A context in which that is another one. The class may have a `fit` that has called us."""
+    token = _called.set((model, fit))
+    try:
+        yield
+    finally:
+        _called.reset(token)
 
 
 def accumulation_of(model: Any) -> Any:

@@ -14,7 +14,7 @@ import macrobatch
 from macrobatch import _backends, _checks, _internals
 from macrobatch._accumulate import accumulate, release
 from macrobatch._keras import model_checks
-from macrobatch._keras.installed import accumulation_of
+from macrobatch._keras.installed import accumulation_of, going_on_with
 from macrobatch._sizes import limit, peaks
 
 _PACKAGE = os.path.dirname(os.path.abspath(macrobatch.__file__)) + os.sep
@@ -62,7 +62,10 @@ class Fits:
         try:
             # An accumulated model has a `fit` of its own, with what goes with sizes and workers.
             fit = vars(model).get("fit")
-            return plain(model, *args, **kwargs) if fit is None else fit(*args, **kwargs)
+            if fit is None:
+                return plain(model, *args, **kwargs)
+            with going_on_with(model, plain):
+                return fit(*args, **kwargs)
         except ValueError as error:
             if not _is_refusal(error) or self._trained(model, before) or _runs_out(args, kwargs):
                 raise

@@ -11,9 +11,9 @@ import keras
 from macrobatch._shown.line import Line, can_show
 
 
-def call_of(model: Any, args: Any, kwargs: Any) -> inspect.BoundArguments:
-    """A call of the `fit` that a model's class has, with all of its arguments."""
-    call = inspect.signature(type(model).fit).bind(model, *args, **kwargs)
+def call_of(fit: Any, model: Any, args: Any, kwargs: Any) -> inspect.BoundArguments:
+    """A call of a `fit` of a model, with all of its arguments."""
+    call = inspect.signature(fit).bind(model, *args, **kwargs)
     call.apply_defaults()
     return call
 

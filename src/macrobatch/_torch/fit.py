@@ -10,7 +10,7 @@ from macrobatch._batches import predicted
 from macrobatch._batches.cut import Cut
 from macrobatch._found_sizes import with_chosen
 from macrobatch._keras import model_checks
-from macrobatch._keras.installed import Installed
+from macrobatch._keras.installed import Installed, fit_of
 from macrobatch._keras.ran import Ran
 from macrobatch._keras.report import overrides
 from macrobatch._keras.tried import Tried
@@ -129,11 +129,11 @@ class Accumulation(Installed):
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras', with what is shown of it, and with sizes that are looked for."""
         self.finite.start()
-        call = shown.call_of(self.model, args, kwargs)
+        call = shown.call_of(fit_of(self.model), self.model, args, kwargs)
         with shown.shown(shown.arguments_of(call), self.model, self.line, self.cut.size):
             if self.auto is not None:
                 return self.auto.fit(*call.args[1:], **call.kwargs)
-            return type(self.model).fit(*call.args, **call.kwargs)
+            return fit_of(self.model)(*call.args, **call.kwargs)
 
     def reset_metrics(self) -> None:
         """As Keras', which calls it at the start of an epoch."""
