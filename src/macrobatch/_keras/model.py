@@ -202,7 +202,9 @@ class ModelStep:
             self._scalars,
         )
         if self.is_overridden:
-            value = _internals.compute_loss(model, x, y, y_pred, sample_weight, self.training)
+            # Metrics get the weights too, before the gradient of the loss is taken.
+            own = tree.map_structure(self._engine.copied, sample_weight)
+            value = _internals.compute_loss(model, x, y, y_pred, own, self.training)
             found.add_overridden(value)
         else:
             compiled = _internals.compiled_loss(model)
