@@ -266,6 +266,10 @@ class BatchEngine(Engine):
         """A number that a trace does not know."""
         return number
 
+    def is_traced(self, value: Any) -> bool:
+        """Whether a value stands for numbers that are not there yet, even if all runs at once."""
+        return False
+
     def on_host(self) -> ContextManager[Any]:
         """A context for numbers on which the sizes of other tensors depend."""
         return contextlib.nullcontext()

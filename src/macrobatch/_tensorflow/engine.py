@@ -48,6 +48,9 @@ class TensorFlow(BatchEngine):
         tf.function(traced, autograph=False).get_concrete_function(specs)
         return found[0]
 
+    def is_traced(self, value: Any) -> bool:
+        return bool(tf.is_tensor(value) and tf.is_symbolic_tensor(value))
+
     def examples_of(self, leaf: Tensor) -> Size:
         return leaves.examples_of(leaf)
 

@@ -37,6 +37,15 @@ class Torch(BatchEngine):
         with torch.no_grad(), same_draws():
             return function(tree.map_structure(other, micro_batch))
 
+    def is_traced(self, value: Any) -> bool:
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            return False
+        try:
+            value.untyped_storage()
+            return False
+        except NotImplementedError:  # Inside of torch.vmap, for one, there is none.
+            return True
+
     def on_host(self) -> ContextManager[Any]:
         context: ContextManager[Any] = keras.device("cpu")
         return context
