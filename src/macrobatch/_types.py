@@ -105,10 +105,7 @@ ForwardPass = Callable[[Batch, List[Tensor], How], Forward]
 
 
 class Run(NamedTuple):
-    """`count` micro-batches of `size` examples, from example `start` on.
-
-    Of a run that is not `static` the last micro-batch may be smaller.
-    """
+    """`count` micro-batches of `size` examples; if not `static`, the last one may be smaller."""
 
     start: Size
     size: Size
@@ -244,11 +241,10 @@ class Engine:
         """What a function returns for a batch like this one with another number of examples."""
         from keras import ops, tree
 
-        return function(
-            tree.map_structure(
-                lambda leaf: None if leaf is None else ops.repeat(leaf, 2, 0), micro_batch
-            )
-        )
+        def twice(leaf: Any) -> Any:
+            return None if leaf is None else ops.repeat(leaf, 2, 0)
+
+        return function(tree.map_structure(twice, micro_batch))
 
 
 class BatchEngine(Engine):

@@ -43,6 +43,7 @@ class Padding:
         """Cuts a batch of x, y and sample_weight."""
         (x, y, sample_weight), axis = batch, self._cut.axis
         assert axis is not None
+        checks.free_lengths(models.inputs_of(model), axis)
         fixed = fixed_parts(models.inputs_of(model), x, axis)
         fixed += fixed_parts(getattr(model, "outputs", None) or [], y, axis)
         found: Any = self._cut.apply(
