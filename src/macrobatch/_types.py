@@ -18,16 +18,12 @@ from typing import (
 Tensor = Any
 # A number of examples or of positions: an int where it is known, else a scalar tensor.
 Size = Union[int, Tensor]
-# A Keras variable or a tf.Variable.
-Variable = Any
+Variable = Any  # of Keras, or a tf.Variable
 # None where a loss does not depend on a variable; a tf.IndexedSlices for some rows of a table.
 Gradient = Optional[Tensor]
-# A nest of tensors with the examples first.
-Batch = Any
-# Metrics by name.
-Logs = Dict[str, Tensor]
-# A condition and what to say if it is false.
-Check = Tuple[Any, str]
+Batch = Any  # a nest of tensors with the examples first
+Logs = Dict[str, Tensor]  # metrics by name
+Check = Tuple[Any, str]  # a condition, and what to say if it is false
 
 
 class Whole(NamedTuple):
@@ -316,6 +312,10 @@ class BatchEngine(Engine):
 
     def permuted(self, leaf: Tensor, rows: Tensor) -> Tensor:
         """The leaf with these of its rows."""
+        raise NotImplementedError
+
+    def rearranged(self, leaf: Tensor, axis: int, places: Tensor) -> Tensor:
+        """For each example, what is at these places along an axis, in that order."""
         raise NotImplementedError
 
     def shortened(self, leaf: Tensor, axis: int, length: Size, exactly: bool) -> Tensor:

@@ -1,5 +1,5 @@
 """Sequences by length on the backend of this environment: models that Keras builds with the first
-batch.
+batch, and models that depend on padding in ways that seldom show.
 """
 
 import keras
@@ -53,3 +53,29 @@ def test_a_sequential_that_must_have_a_length_gets_one():
     macrobatch.accumulate(model, 4)
     model.train_on_batch(TOKENS, TAGS[:, 0])
     assert model.input_shape == (24, 20)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_maximum_over_all_positions_is_refused(seed):
+    """In real examples the padding is seldom the largest."""
+    keras.utils.set_random_seed(seed)
+    inputs = keras.Input([None], dtype="int32")
+    pooled = layers.GlobalMaxPooling1D()(layers.Embedding(9, 2)(inputs))
+    model = keras.Model(inputs, layers.Dense(2)(pooled))
+    model.compile("sgd", "mse")
+    macrobatch.accumulate(model, 4, sequence_axis=1)
+    tokens = TOKENS[(LENGTHS > 8) & (LENGTHS < 18)]
+    with pytest.raises(ValueError, match="depends on padding"):
+        model.train_on_batch(tokens, np.ones([len(tokens), 2]))
+
+
+def test_padding_of_the_last_micro_batch_alone_is_tried():
+    """All examples but one are as long as all sequences."""
+    inputs = keras.Input([None], dtype="int32")
+    pooled = layers.GlobalAveragePooling1D()(layers.Embedding(9, 4)(inputs))
+    model = keras.Model(inputs, layers.Dense(2)(pooled))
+    model.compile("sgd", "mse")
+    macrobatch.accumulate(model, 4, sequence_axis=1)
+    tokens = np.where(np.arange(20) < np.where(np.arange(9) == 3, 5, 20)[:, None], 3, 0)
+    with pytest.raises(ValueError, match="depends on padding"):
+        model.train_on_batch(tokens, np.ones([9, 2]))

@@ -89,6 +89,9 @@ class TensorFlow(BatchEngine):
     def permuted(self, leaf: Tensor, rows: Tensor) -> Tensor:
         return leaves.permuted(leaf, rows)
 
+    def rearranged(self, leaf: Tensor, axis: int, places: Tensor) -> Tensor:
+        return tf.gather(leaf, places, axis=axis, batch_dims=1)
+
     def shortened(self, leaf: Tensor, axis: int, length: Size, exactly: bool) -> Tensor:
         return leaves.shortened(leaf, axis, length, exactly)
 

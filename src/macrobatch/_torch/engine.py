@@ -62,6 +62,10 @@ class Torch(BatchEngine):
     def permuted(self, leaf: Tensor, rows: Tensor) -> Tensor:
         return leaf[rows.to(leaf.device)]
 
+    def rearranged(self, leaf: Tensor, axis: int, places: Tensor) -> Tensor:
+        shape = [size if i in (0, axis) else 1 for i, size in enumerate(leaf.shape)]
+        return torch.take_along_dim(leaf, places.to(leaf.device).long().view(shape), axis)
+
     def shortened(self, leaf: Tensor, axis: int, length: Size, exactly: bool) -> Tensor:
         length = min(int(length), leaf.shape[axis])
         return leaf.narrow(axis, 0, length)
