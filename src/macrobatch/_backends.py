@@ -30,6 +30,7 @@ _ELSEWHERE = {
     },
 }
 _FIT = "macrobatch.accumulate(model, micro_batch_size=8) with fit()"
+_FINDS = 'macrobatch.accumulate(model, "auto") with fit(), which finds a size while it trains'
 _ON_ANY = ("accumulate", "release", "verify", "GradientNoiseScale")
 INSTALL = (
     "Install one of them: pip install 'macrobatch[cpu]' (TensorFlow; for a GPU 'macrobatch[gpu]'), "
@@ -60,6 +61,14 @@ def check(name: str) -> None:
         )
 
 
+def of_own_loop(name: str) -> str:
+    """What to say to whoever has no Keras 3 model with a fit()."""
+    way_out = _ELSEWHERE.get(name, {}).get("value_and_gradients")
+    if way_out is None:
+        return "For tf_keras models and loops of your own, use macrobatch.value_and_gradients."
+    return f"In a loop of your own, use {way_out}."
+
+
 def check_available(name: str) -> None:
     """Raises for a name of the package that the backend that is installed cannot have."""
     if name == "ExactnessWarning":
@@ -70,9 +79,10 @@ def check_available(name: str) -> None:
     elif name not in _ON_ANY:
         way_out = _ELSEWHERE.get(backend, {}).get(name)
         beside = f", or in a loop of your own {way_out}" if way_out else ""
+        instead = _FINDS if name == "find_micro_batch_size" else _FIT + beside
         raise ImportError(
             f"macrobatch.{name} is available on TensorFlow only so far. Received: Keras on "
-            f"the {backend!r} backend. Use {_FIT}{beside}."
+            f"the {backend!r} backend. Use {instead}."
         )
 
 

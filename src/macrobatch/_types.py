@@ -18,16 +18,12 @@ from typing import (
 Tensor = Any
 # A number of examples or of positions: an int where it is known, else a scalar tensor.
 Size = Union[int, Tensor]
-# A Keras variable or a tf.Variable.
-Variable = Any
+Variable = Any  # of Keras, or a tf.Variable
 # None where a loss does not depend on a variable; a tf.IndexedSlices for some rows of a table.
 Gradient = Optional[Tensor]
-# A nest of tensors with the examples first.
-Batch = Any
-# Metrics by name.
-Logs = Dict[str, Tensor]
-# A condition and what to say if it is false.
-Check = Tuple[Any, str]
+Batch = Any  # a nest of tensors with the examples first
+Logs = Dict[str, Tensor]  # metrics by name
+Check = Tuple[Any, str]  # a condition, and what to say if it is false
 
 
 class Whole(NamedTuple):
@@ -105,10 +101,7 @@ ForwardPass = Callable[[Batch, List[Tensor], How], Forward]
 
 
 class Run(NamedTuple):
-    """`count` micro-batches of `size` examples, from example `start` on.
-
-    Of a run that is not `static` the last micro-batch may be smaller.
-    """
+    """`count` micro-batches of `size` examples; if not `static`, the last one may be smaller."""
 
     start: Size
     size: Size
@@ -250,11 +243,10 @@ class Engine:
         """What a function returns for a batch like this one with another number of examples."""
         from keras import ops, tree
 
-        return function(
-            tree.map_structure(
-                lambda leaf: None if leaf is None else ops.repeat(leaf, 2, 0), micro_batch
-            )
-        )
+        def twice(leaf: Any) -> Any:
+            return None if leaf is None else ops.repeat(leaf, 2, 0)
+
+        return function(tree.map_structure(twice, micro_batch))
 
     def gradients_of(
         self, function: Callable[[List[Tensor]], List[Tensor]], tensors: List[Tensor]
@@ -282,6 +274,10 @@ class BatchEngine(Engine):
     def unknown(self, number: Size) -> Size:
         """A number that a trace does not know."""
         return number
+
+    def is_traced(self, value: Any) -> bool:
+        """Whether a value stands for numbers that are not there yet, even if all runs at once."""
+        return False
 
     def on_host(self) -> ContextManager[Any]:
         """A context for numbers on which the sizes of other tensors depend."""
@@ -333,6 +329,10 @@ class BatchEngine(Engine):
 
     def permuted(self, leaf: Tensor, rows: Tensor) -> Tensor:
         """The leaf with these of its rows."""
+        raise NotImplementedError
+
+    def rearranged(self, leaf: Tensor, axis: int, places: Tensor) -> Tensor:
+        """For each example, what is at these places along an axis, in that order."""
         raise NotImplementedError
 
     def shortened(self, leaf: Tensor, axis: int, length: Size, exactly: bool) -> Tensor:

@@ -243,6 +243,7 @@ def _run(run: argparse.ArgumentParser, options: Any) -> int:
         from macrobatch._workers import launch
 
         try:
+            launch.check_backend()
             launch.check_descriptors(options.workers)
             gpus = launch.gpus_of_workers(options.workers, devices)
         except ValueError as error:

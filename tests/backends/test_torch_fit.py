@@ -14,6 +14,8 @@ from torch_support import (
     torch,
 )
 
+from macrobatch._checks import ExactnessWarning
+
 X, Y = data(21, 4), data(21, 2, seed=1)
 
 
@@ -181,6 +183,44 @@ def test_weights_of_the_user_stay_as_they_are():
     model.train_on_batch(tokens(), data(21, 6, 2), weights)
     model.test_on_batch(tokens(), data(21, 6, 2), weights)
     assert bool((weights == 1).all())
+
+
+class OwnLoss(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return super().compute_loss(x, y, y_pred, sample_weight, training=training)
+
+
+def own_loss():
+    inputs = keras.Input([None], dtype="int32")
+    embedded = layers.Embedding(9, 3, mask_zero=True)(inputs)
+    return OwnLoss(inputs, layers.Dense(2)(embedded))
+
+
+quiet_about_own_losses = pytest.mark.filterwarnings("ignore:The model overrides compute_loss")
+
+
+@quiet_about_own_losses
+def test_metrics_do_not_change_the_weights_of_an_own_loss():
+    """Keras multiplies masks into weights in place, and the gradient of the loss needs them."""
+    x = np.tile(tokens()[5:6], (21, 1))
+    models = pair(own_loss)
+    accumulate(models[1])
+    for model in models:
+        model.compile(keras.optimizers.SGD(0.1), "mse", weighted_metrics=["mae"])
+        weights = np.abs(data(21, 6))
+        model.fit(x, data(21, 6, 2), 8, sample_weight=weights, shuffle=False, verbose=0)
+    assert_same(*models)
+
+
+@quiet_about_own_losses
+@pytest.mark.examples_meet
+def test_a_trial_does_not_change_the_weights_of_an_own_loss():
+    """Two runs of the same examples would come to different numbers."""
+    model = own_loss()
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    accumulate(model)
+    with pytest.warns(ExactnessWarning, match="Examples meet in these losses: 'compute_loss'"):
+        model.fit(tokens(), data(21, 6, 2), 8, sample_weight=np.abs(data(21, 6)), verbose=0)
 
 
 def test_a_mask_of_one_output_does_not_reach_the_weights_of_another():

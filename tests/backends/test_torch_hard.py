@@ -16,6 +16,7 @@ from torch_support import (
     torch,
 )
 
+import macrobatch
 from macrobatch._checks import ExactnessWarning
 from macrobatch._keras.installed import accumulation_of
 from macrobatch._torch import sums
@@ -335,11 +336,21 @@ def test_a_distributed_module_is_refused(monkeypatch):
         model.fit(X, Y, verbose=0)
 
 
+def test_a_distributed_model_is_refused():
+    model = keras.Sequential([keras.Input([4]), layers.Dense(2)])
+    wrapped = torch.nn.DataParallel(model)  # the other one needs several processes
+    with pytest.raises(ValueError, match=r"once per micro-batch.*inside of DataParallel"):
+        macrobatch.accumulate(wrapped, 4)
+
+
 def test_out_of_memory_is_known():
     with pytest.raises(RuntimeError) as host:
         torch.empty(2**60)
     assert is_out_of_memory(host.value)
     assert is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert is_out_of_memory(torch.AcceleratorError("CUDA error: out of memory"))
+    cublas = "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"
+    assert is_out_of_memory(RuntimeError(cublas))
     assert is_out_of_memory(MemoryError())
     assert not is_out_of_memory(RuntimeError("shapes do not fit"))
     assert not is_out_of_memory(ValueError("not enough memory"))

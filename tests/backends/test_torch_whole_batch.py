@@ -103,3 +103,19 @@ def test_masks_and_weights_reach_the_loss():
     for model in models:
         model.fit(x, data(21, 6, 2), batch_size=8, shuffle=False, verbose=0)
     assert_same(*models)
+
+
+def test_metrics_do_not_change_the_weights_of_the_loss():
+    """Keras multiplies masks into weights in place, and the gradient of the loss needs them."""
+
+    def build():
+        inputs = keras.Input([6, 3])
+        return keras.Model(inputs, layers.Dense(2)(layers.Masking()(inputs)))
+
+    x = data(21, 6, 3) * (np.arange(6) < 4)[:, None]
+    models = pair(build)
+    accumulate(models[1], whole_batch_loss=True)
+    for model in models:
+        model.compile(keras.optimizers.SGD(0.1), "mse", weighted_metrics=["mae"])
+        model.fit(x, data(21, 6, 2), 8, sample_weight=np.abs(data(21, 6)), shuffle=False, verbose=0)
+    assert_same(*models)

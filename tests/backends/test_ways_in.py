@@ -9,6 +9,7 @@ from builders import X, Y, dense
 from support import BACKEND
 
 import macrobatch
+from macrobatch import cli
 from macrobatch._accumulate import settings_of
 from macrobatch._run.hook import Hook
 
@@ -41,6 +42,39 @@ def test_what_to_use_in_a_loop_of_ones_own(name):
     expected = {"jax": r"optax\.MultiSteps", "torch": r"\.grad"}[BACKEND]
     with pytest.raises(ImportError, match=expected):
         getattr(macrobatch, name)
+
+
+def test_no_keras_model():
+    expected = {"jax": r"optax\.MultiSteps", "torch": r"\.grad"}[BACKEND]
+    with pytest.raises(ValueError, match=rf"model must be a Keras 3 model.*{expected}"):
+        macrobatch.accumulate(len, 3)
+
+
+def test_a_plan_is_refused(tmp_path, monkeypatch, capsys):
+    """The command says so as the function does, without a traceback."""
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import keras\n"
+        "model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])\n"
+        "model.compile('sgd', 'mse')\n"
+        "model.fit(keras.ops.ones([4, 3]), keras.ops.ones([4, 1]))\n"
+    )
+    assert cli.main(["plan", "script.py"]) == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    said = output.err.splitlines()[-1]
+    assert said.startswith("macrobatch plan: macrobatch.find_micro_batch_size is available on Tens")
+    assert 'accumulate(model, "auto")' in said
+
+
+def test_workers_are_refused(tmp_path, monkeypatch, capsys):
+    script = tmp_path / "script.py"
+    script.write_text("")
+    monkeypatch.setenv("KERAS_BACKEND", BACKEND)
+    with pytest.raises(SystemExit):
+        cli.main(["run", "--workers", "2", str(script)])
+    assert f"Received: KERAS_BACKEND={BACKEND}. Leave out --workers." in capsys.readouterr().err
 
 
 def test_a_backend_that_cannot_train(monkeypatch):

@@ -773,6 +773,27 @@ def pooling(layer, **head):
     return keras.Model(tokens, layers.Dense(CLASSES, **head)(hidden))
 
 
+@pytest.mark.eager
+@pytest.mark.parametrize("seed", range(3))
+def test_a_maximum_over_all_positions(seed):
+    """In real examples the padding is seldom the largest, and some have none in any micro-batch."""
+    x, y, _ = tokens_of(16, seed)
+    keras.utils.set_random_seed(seed)
+    model = compiled_tagger(model=pooling(layers.GlobalMaxPooling1D()))
+    macrobatch.accumulate(model, **CUTS["size"])
+    assert_refused(model, "a layer before it, depends on padding", x, y[:, 0], error=ValueError)
+
+
+@pytest.mark.eager
+def test_padding_of_the_last_micro_batch_alone():
+    """All examples but one are as long as all sequences."""
+    x, y = np.ones([7, POSITIONS], int), np.zeros([7], int)
+    x[3, 2:] = 0
+    model = compiled_tagger(model=pooling(layers.GlobalAveragePooling1D()))
+    macrobatch.accumulate(model, **CUTS["size"])
+    assert_refused(model, "a layer before it, depends on padding", x, y, error=ValueError)
+
+
 def test_a_layer_behind_which_all_is_0_at_first():
     x, y, _ = tokens_of()
     model = pooling(layers.GlobalAveragePooling1D(), kernel_initializer="zeros")

@@ -175,6 +175,27 @@ MUTANTS = [
         (TESTS + "test_a_layer_after_ragged_tokens_that_depends_on_padding[eager]",),
     ),
     Mutant(
+        "lengths: a trial with the padding that examples have",
+        COMPARED,
+        "examples = micro_batches.filled(start, end, longest)",
+        "examples = micro_batches.uncut(start, end)",
+        (TESTS + "test_a_maximum_over_all_positions",),
+    ),
+    Mutant(
+        "lengths: a trial with examples that have no padding",
+        COMPARED,
+        "start = larger(start, ops.where(as_long < examples, as_long, 0))",
+        "pass",
+        (TESTS + "test_padding_of_the_last_micro_batch_alone",),
+    ),
+    Mutant(
+        "lengths: a trial without padding",
+        BY_LENGTH,
+        "again = ops.logical_and(is_sequence, positions < length)",
+        "again = ops.logical_and(is_sequence, positions >= 0)",
+        (TESTS + "test_a_maximum_over_all_positions",),
+    ),
+    Mutant(
         "lengths: examples that depend on each other compared",
         COMPARED,
         "        if not is_additive():\n",

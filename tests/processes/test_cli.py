@@ -317,6 +317,7 @@ def test_ctrl_c_reaches_workers_and_their_children(script, tmp_path):
         (["--workers", "1", "--worker", "2", "script.py"], {}, "--worker"),
         (["--workers", "1", "--devices-per-worker", "-1", "script.py"], {}, "Received: --devices-"),
         (["--workers", "1", "script.py"], {"TF_CONFIG": "{}"}, "Received: TF_CONFIG={}."),
+        (["--workers", "1", "script.py"], {"KERAS_BACKEND": "jax"}, "Received: KERAS_BACKEND=jax."),
         (["--workers", "2", "script.py"], {"CUDA_VISIBLE_DEVICES": "0"}, "Received: 1 (0)."),
     ],
 )

@@ -59,7 +59,8 @@ class ByLength(MicroBatches):
         # Numbers on which the sizes of other tensors depend are needed on the host.
         with engine.on_host():
             self.order = ops.argsort(-lengths)
-            lengths = larger(ops.take(lengths, self.order), 1)
+            self._own_lengths: Tensor = larger(ops.take(lengths, self.order), 1)
+            lengths = self._own_lengths
             if few_shapes:
                 lengths = _rounded_up(lengths)
             if isinstance(sequences.size, int) or not few_shapes:
@@ -94,14 +95,12 @@ class ByLength(MicroBatches):
         """The types and shapes of a micro-batch whose sequences have a length."""
 
         def spec(leaf: Any, is_sequence: Truth) -> Any:
-            if leaf is None:
-                return None
             shape = [None, *leaf.shape[1:]]
             if is_sequence is not False:
                 shape[self.sequences.axis] = length
             return self._engine.spec(leaf, shape)
 
-        return self._mapped(spec)
+        return self._mapped(spec, self.batch)
 
     def longer(self) -> List[Size]:
         """Lengths to which sequences of this size are made longer, so that shapes are few."""
@@ -163,23 +162,55 @@ class ByLength(MicroBatches):
         start = self.starts[index]
         return self.taken(start, self.starts[index + 1], self.lengths[start])
 
-    def taken(self, start: Size, end: Size, length: Optional[Size]) -> Batch:
-        """The examples at these places of the order, cut to a length, or not if it is None."""
+    def taken(self, start: Size, end: Size, length: Size) -> Batch:
+        """The examples at these places of the order, cut to a length."""
+        return self.cut(self.uncut(start, end), length)
 
-        def take(leaf: Any, is_sequence: Truth) -> Any:
-            if leaf is None:
-                return None
-            part = self._engine.taken(leaf, self.order, start, end)
-            if length is None:
-                return part
-            return self.sequences.cut(part, is_sequence, length, exactly=self._few_shapes)
+    def cut(self, examples: Batch, length: Size) -> Batch:
+        """Some examples that are not cut yet, cut to a length."""
+        exactly = self._few_shapes
+        return self._mapped(
+            lambda leaf, truth: self.sequences.cut(leaf, truth, length, exactly), examples
+        )
 
-        return self._mapped(take)
+    def uncut(self, start: Size, end: Size) -> Batch:
+        """The examples at these places of the order."""
+        places = self.order, start, end
+        return self._mapped(lambda leaf, _: self._engine.taken(leaf, *places), self.batch)
 
-    def _mapped(self, function: Any) -> Batch:
-        leaves = tree.flatten(self.batch)
-        found = [function(*pair) for pair in zip(leaves, self.sequences.are_sequences)]
-        return tree.pack_sequence_as(self.batch, found)
+    def filled(self, start: Size, end: Size, length: Size) -> Batch:
+        """The examples at these places of the order, not cut, and each of them as long as that.
+
+        What there is of an example comes again and again up to the length, which is that of the
+        longest of them, or more. Behind it is the padding of the example. Of every other example,
+        it is the first position alone that comes again and again.
+        """
+        axis, engine = self.sequences.axis, self._engine
+        uncut, own = self.uncut(start, end), self._own_lengths[start:end]
+        pairs = zip(tree.flatten(uncut), self.sequences.are_sequences)
+        if not all(engine.kind_of(leaf) == "dense" for leaf, truth in pairs if truth is not False):
+            return uncut
+        period = ops.where(ops.arange(ops.shape(own)[0]) % 2 == 0, ops.ones_like(own), own)
+
+        def fill(leaf: Any, is_sequence: Truth) -> Any:
+            if is_sequence is False:
+                return leaf
+            positions = ops.arange(size_along(axis, leaf), dtype="int32")
+            again = ops.logical_and(is_sequence, positions < length)
+            return engine.rearranged(
+                leaf, axis, ops.where(again, positions % period[:, None], positions)
+            )
+
+        with engine.on_host():
+            return self._mapped(fill, uncut)
+
+    def _mapped(self, function: Any, batch: Batch) -> Batch:
+        """A batch of the same structure, of what a function makes of its leaves but None."""
+        found = [
+            None if leaf is None else function(leaf, truth)
+            for leaf, truth in zip(tree.flatten(batch), self.sequences.are_sequences)
+        ]
+        return tree.pack_sequence_as(batch, found)
 
     def rows(self, nest: Any, run: Run, index: Size) -> Any:
         places = self.starts[index], self.starts[index + 1]

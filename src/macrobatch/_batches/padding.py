@@ -47,21 +47,24 @@ class Comparison(NamedTuple):
         """
         micro_batches, start, end = self.micro_batches, self.start, self.end
 
-        def found(start: Size, end: Size, length: Size) -> Found:
+        def found(examples: Batch, length: Size) -> Found:
             # One trace, for all lengths.
-            length = micro_batches.unknown(length)
-            cut = micro_batches.taken(start, end, length)
-            return function((cut, micro_batches.taken(start, end, None)) if beside_whole else cut)
+            cut = micro_batches.cut(examples, micro_batches.unknown(length))
+            return function((cut, examples) if beside_whole else cut)
 
         longest, next_longest = micro_batches.lengths[start], micro_batches.lengths[start + 1]
         if not self.is_ragged:
-            of_whole = found(start, end, micro_batches.sequences.size)
+            # Without padding, all of an example shows what padding does to it. A maximum, for one,
+            # is that of an example more often than that of its padding.
+            examples = micro_batches.filled(start, end, longest)
+            of_whole = found(examples, micro_batches.sequences.size)
             lengths = (longest, *micro_batches.longer())
-            return of_whole, [found(start, end, length) for length in lengths]
-        together = found(start, end, longest)
+            return of_whole, [found(examples, length) for length in lengths]
+        together = found(micro_batches.uncut(start, end), longest)
         if not is_additive():
             return together, []
-        parts = [found(start, start + 1, longest), found(start + 1, end, next_longest)]
+        first, others = ((start, start + 1), longest), ((start + 1, end), next_longest)
+        parts = [found(micro_batches.uncut(*at), length) for at, length in (first, others)]
         sums = [one + other for one, other in zip(*(part["loss"] for part in parts))]
         return together, [{"loss": sums}]
 
@@ -72,6 +75,9 @@ def comparison_of(micro_batches: Any) -> Comparison:
     most = micro_batches.examples_at(size)
     if not micro_batches.sequences.ragged:
         start = larger(examples - most, 0)
+        # Those that are as long as all sequences show nothing, if any are shorter.
+        as_long = ops.sum(ops.cast(micro_batches.lengths[:examples] >= size, "int32"))
+        start = larger(start, ops.where(as_long < examples, as_long, 0))
         lengths = [micro_batches.lengths[start], *micro_batches.longer()]
         differ = ops.any(ops.stack([ops.not_equal(length, size) for length in lengths]))
         return Comparison(micro_batches, start, examples, ops.logical_and(differ, start < examples))

@@ -17,9 +17,12 @@ from macrobatch._internals.copies import (
 )
 from macrobatch._internals.models import (
     BUILDING,
+    BUILDING_AT_ONCE,
     STEPPING,
+    batch_to_build_with,
     before_training,
     build,
+    build_sequential,
     clear_losses,
     compiled_loss,
     compiled_metrics,
@@ -67,13 +70,16 @@ from macrobatch._internals.training import (
 
 __all__ = [
     "BUILDING",
+    "BUILDING_AT_ONCE",
     "REDUCING",
     "STEPPING",
     "Patch",
     "autograph_converted",
     "autograph_status",
+    "batch_to_build_with",
     "before_training",
     "build",
+    "build_sequential",
     "clear_losses",
     "compile_arguments",
     "compiled_loss",

@@ -1,7 +1,7 @@
 """Private names of Keras models, losses, masks and variables."""
 
 import functools
-from typing import Any, Callable, List, Optional
+from typing import Any, Callable, List, Optional, Tuple
 
 # Models
 
@@ -69,6 +69,17 @@ def build(model: Any, x: Any, y: Any, sample_weight: Any) -> None:
         backend.compute_output_spec(model._compute_loss, *arguments, training=False)
 
 
+def build_sequential(model: Any, shape: Tuple[Optional[int], ...]) -> None:
+    """Builds a Sequential for inputs of a shape. Where that fails, it is as before."""
+    layers = model._layers
+    try:
+        model.build(shape)
+    except Exception:
+        # Keras leaves an InputLayer of the shape there, and refuses other shapes from then on.
+        model._layers = layers
+        raise
+
+
 def step_by_step(model: Any, step: Callable[..., Any], joins: bool = False) -> Callable[..., Any]:
     """A function of a state and an iterator that runs a step on JAX, `steps_per_execution` times.
 
@@ -92,6 +103,17 @@ def keep_state(model: Any, names: List[str], state: Any) -> None:
 # own takes the mean of the replicas' examples, which fails for batches that replicas do not divide,
 # and on several workers always.
 BUILDING = "_maybe_symbolic_build"
+
+
+# The same on JAX and torch, before the first batch. It builds for the sizes of that batch: there is
+# no argument for others.
+BUILDING_AT_ONCE = "_symbolic_build"
+
+
+def batch_to_build_with(iterator: Any) -> Any:
+    """The first batch of what Keras iterates over, which it starts anew after building."""
+    _, _, found = next(iter(iterator))
+    return found[0] if isinstance(found, (list, tuple)) else next(found)
 
 
 # The method through which Keras passes the function of one batch, outside of what XLA compiles. No

@@ -92,6 +92,9 @@ class Jax(BatchEngine):
     def has_static_sizes(self) -> bool:
         return True
 
+    def is_traced(self, value: Any) -> bool:
+        return is_traced(value)
+
     def slice_of(self, leaf: Tensor, start: Size, size: Size, static: bool) -> Tensor:
         if isinstance(start, int):
             return leaf[start : start + size]

@@ -21,6 +21,7 @@ from macrobatch._jax.state import State
 from macrobatch._jax.steps import Steps, batch_of
 from macrobatch._jax.whole_batch import WholeBatchSteps
 from macrobatch._keras import model_checks
+from macrobatch._keras.build import BuildsOpen
 from macrobatch._keras.guard import Guard
 from macrobatch._keras.installed import Installed, fit_of
 from macrobatch._keras.ran import Ran
@@ -38,7 +39,7 @@ TESTING = [name for name in TRAINING if name != "optimizer_variables"]
 PREDICTING = TRAINING[:2]
 
 
-class Accumulation(Installed):
+class Accumulation(Installed, BuildsOpen):
     """What Keras calls of one model.
 
     Attributes:
@@ -86,6 +87,8 @@ class Accumulation(Installed):
             "train_step": self.train_step,
             "make_train_function": self.make_train_function,
         }
+        if self.cut.axis is not None:
+            methods[_internals.BUILDING_AT_ONCE] = self.build
         if not overrides(self.model, "test_step"):  # One of its own sees the whole batch.
             methods["test_step"] = self.test_step
             methods["make_test_function"] = self.make_test_function

@@ -27,6 +27,10 @@ class Host(BatchEngine):
     def taken(self, leaf: Tensor, order: Tensor, start: Size, end: Size) -> Tensor:
         return leaf[np.asarray(order[int(start) : int(end)])]
 
+    def rearranged(self, leaf: Tensor, axis: int, places: Tensor) -> Tensor:
+        shape = [size if i in (0, axis) else 1 for i, size in enumerate(leaf.shape)]
+        return np.take_along_axis(leaf, np.asarray(places).reshape(shape), axis)
+
     def shortened(self, leaf: Tensor, axis: int, length: Size, exactly: bool) -> Tensor:
         return leaf[(slice(None),) * axis + (slice(int(length)),)]
 

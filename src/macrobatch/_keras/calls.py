@@ -37,6 +37,9 @@ class Call(NamedTuple):
 def watched(instead: Dict[int, List[Tensor]], engine: BatchEngine) -> Iterator[List[Call]]:
     """Records the calls that this thread makes, in the order in which they end.
 
+    A layer may trace what it calls: a loop over positions, for one. Calls in there have no numbers,
+    and are left out. That of the layer has all.
+
     Args:
         instead: by the place of a call in the order in which they start, what comes out of it.
         engine: the backend.
@@ -50,10 +53,11 @@ def watched(instead: Dict[int, List[Tensor]], engine: BatchEngine) -> Iterator[L
         outputs = call(operation, *args, **kwargs)
         if start in instead:
             outputs = _replaced(outputs, instead[start])
-        inputs = [on_host(leaf) for leaf in _numbers((args, kwargs))]
-        made = _numbers(outputs)
+        given, made = _numbers((args, kwargs)), _numbers(outputs)
+        if any(engine.is_traced(leaf) for leaf in (*given, *made)):
+            return outputs
         is_dense = all(engine.kind_of(leaf) == "dense" for leaf in made)
-        of_host = [on_host(leaf) for leaf in made]
+        inputs, of_host = ([on_host(leaf) for leaf in leaves] for leaves in (given, made))
         found.append(Call(operation.name, start, inputs, of_host, is_dense))
         return outputs
 

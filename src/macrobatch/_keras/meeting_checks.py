@@ -103,9 +103,9 @@ def _of_function(name: str, names: Sequence[str]) -> str:
 
 RANDOM = (
     "It is not known whether examples meet in a layer or in the loss, which would make the update "
-    "another one than that of the whole batch: two runs of the same examples differ. Operations of "
-    "tf.random draw anew in each run. Draw with keras.random and a keras.random.SeedGenerator, "
-    "which can be put back, to find out."
+    "another one than that of the whole batch: two runs of the same examples differ. Random "
+    "numbers that the backend or NumPy draws without Keras are others in each run. Draw with "
+    "keras.random and a keras.random.SeedGenerator, which can be put back, to find out."
 )
 
 

@@ -64,11 +64,8 @@ class ModelStep:
         uncut_fraction: Optional[UncutFraction] = None,
     ):
         self.model, self.training = model, training
-        self._engine, self._weight, self._uncut_fraction = (
-            engine,
-            micro_batch_weight,
-            uncut_fraction,
-        )
+        self._engine, self._weight = engine, micro_batch_weight
+        self._uncut_fraction = uncut_fraction
         self.is_overridden = overrides(model, "compute_loss")
         self.trained = list(model.trainable_weights) if training else []
         # Of variables that no run writes, no values have to go into it.
@@ -202,7 +199,9 @@ class ModelStep:
             self._scalars,
         )
         if self.is_overridden:
-            value = _internals.compute_loss(model, x, y, y_pred, sample_weight, self.training)
+            # Metrics get the weights too, before the gradient of the loss is taken.
+            own = tree.map_structure(self._engine.copied, sample_weight)
+            value = _internals.compute_loss(model, x, y, y_pred, own, self.training)
             found.add_overridden(value)
         else:
             compiled = _internals.compiled_loss(model)

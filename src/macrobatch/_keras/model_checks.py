@@ -36,11 +36,21 @@ def whole_batch_loss(value: Any, micro_batch_weight: Any) -> bool:
 
 def keras_model(model: Any) -> None:
     """Raises unless `model` is a Keras 3 model on a backend that macrobatch knows."""
+    kind = type(model).__name__
+    if not isinstance(model, keras.Model) and isinstance(
+        getattr(model, "module", None), keras.Model
+    ):
+        raise ValueError(
+            f"{kind} exchanges gradients in each backward pass, so once per micro-batch, and takes "
+            "the mean over processes, which is not the mean over the examples of all of them. "
+            f"Received: a Keras model inside of {kind}. Pass the model itself, without the "
+            "wrapper, and train in one process."
+        )
     if not isinstance(model, keras.Model):
         raise ValueError(
             "model must be a Keras 3 model (keras.Model). "
-            f"Received: {model!r} (of type {type(model).__module__}.{type(model).__name__}). "
-            "For tf_keras models and loops of your own, use macrobatch.value_and_gradients."
+            f"Received: {model!r} (of type {type(model).__module__}.{kind}). "
+            f"{_backends.of_own_loop(keras.backend.backend())}"
         )
     _backends.check(keras.backend.backend())
 

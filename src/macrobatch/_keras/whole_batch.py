@@ -146,8 +146,10 @@ class WholeBatchStep:
 
         def code() -> Tuple[Tensor, Logs]:
             y_pred = self._with_losses_and_masks(outputs, totals)
+            # Metrics get the weights too, before the gradient of the loss is taken.
+            own = tree.map_structure(self._engine.copied, sample_weight)
             with _internals.without_replica_scaling(), _internals.without_replica_unscaling():
-                loss = _internals.compute_loss(model, x, y, y_pred, sample_weight, self.training)
+                loss = _internals.compute_loss(model, x, y, y_pred, own, self.training)
                 loss = ops.convert_to_tensor(loss)
                 tracked = ops.stop_gradient(loss)
                 _internals.loss_tracker(model).update_state(tracked, sample_weight=examples)

@@ -6,6 +6,7 @@ import os
 import sys
 from typing import Any, Dict, List, NamedTuple, Optional
 
+from macrobatch import _backends
 from macrobatch._checks import one_line
 from macrobatch._no_trace.capture import CannotCapture, Captured, captured
 from macrobatch._plan.live import shown_live
@@ -91,6 +92,10 @@ def _failed(reason: str, code: int = COULD_NOT_TELL) -> int:
 
 
 def _plan(found: Captured, options: Options) -> Any:
+    try:
+        _backends.check_available("find_micro_batch_size")
+    except ImportError as error:
+        raise CannotCapture(str(error)) from error
     # TensorFlow is imported here, and not before the script has.
     from macrobatch._keras import model_checks as checks
     from macrobatch._no_trace import data

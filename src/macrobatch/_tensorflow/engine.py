@@ -48,6 +48,9 @@ class TensorFlow(BatchEngine):
         tf.function(traced, autograph=False).get_concrete_function(specs)
         return found[0]
 
+    def is_traced(self, value: Any) -> bool:
+        return bool(tf.is_tensor(value) and tf.is_symbolic_tensor(value))
+
     def examples_of(self, leaf: Tensor) -> Size:
         return leaves.examples_of(leaf)
 
@@ -94,6 +97,9 @@ class TensorFlow(BatchEngine):
 
     def permuted(self, leaf: Tensor, rows: Tensor) -> Tensor:
         return leaves.permuted(leaf, rows)
+
+    def rearranged(self, leaf: Tensor, axis: int, places: Tensor) -> Tensor:
+        return tf.gather(leaf, places, axis=axis, batch_dims=1)
 
     def shortened(self, leaf: Tensor, axis: int, length: Size, exactly: bool) -> Tensor:
         return leaves.shortened(leaf, axis, length, exactly)

@@ -50,6 +50,15 @@ class Torch(BatchEngine):
                 for n in numbers
             ]
 
+    def is_traced(self, value: Any) -> bool:
+        if not isinstance(value, torch.Tensor) or value.layout != torch.strided:
+            return False
+        try:
+            value.untyped_storage()
+            return False
+        except NotImplementedError:  # Inside of torch.vmap, for one, there is none.
+            return True
+
     def on_host(self) -> ContextManager[Any]:
         context: ContextManager[Any] = keras.device("cpu")
         return context
@@ -65,6 +74,10 @@ class Torch(BatchEngine):
 
     def permuted(self, leaf: Tensor, rows: Tensor) -> Tensor:
         return leaf[rows.to(leaf.device)]
+
+    def rearranged(self, leaf: Tensor, axis: int, places: Tensor) -> Tensor:
+        shape = [size if i in (0, axis) else 1 for i, size in enumerate(leaf.shape)]
+        return torch.take_along_dim(leaf, places.to(leaf.device).long().view(shape), axis)
 
     def shortened(self, leaf: Tensor, axis: int, length: Size, exactly: bool) -> Tensor:
         length = min(int(length), leaf.shape[axis])

@@ -5,11 +5,12 @@ from typing import Any, Callable, Dict, Optional
 
 import keras
 
-from macrobatch import _checks
+from macrobatch import _checks, _internals
 from macrobatch._batches import predicted
 from macrobatch._batches.cut import Cut
 from macrobatch._found_sizes import with_chosen
 from macrobatch._keras import model_checks
+from macrobatch._keras.build import BuildsOpen
 from macrobatch._keras.installed import Installed, fit_of
 from macrobatch._keras.ran import Ran
 from macrobatch._keras.report import overrides
@@ -29,7 +30,7 @@ from macrobatch._torch.whole_batch import WholeBatchSteps
 from macrobatch._types import Logs
 
 
-class Accumulation(Installed):
+class Accumulation(Installed, BuildsOpen):
     """What Keras calls of one model.
 
     Attributes:
@@ -79,6 +80,8 @@ class Accumulation(Installed):
             "make_train_function": self.make_train_function,
             "make_test_function": self.make_test_function,
         }
+        if self.cut.axis is not None:
+            methods[_internals.BUILDING_AT_ONCE] = self.build
         if not overrides(self.model, "test_step"):  # One of its own sees the whole batch.
             methods["test_step"] = self.test_step
         if not overrides(self.model, "predict_step"):

@@ -2,10 +2,12 @@
 
 import torch
 
-# torch has no class for what other allocators than those of CUDA raise. Only the text tells.
+# torch has no class for what other allocators than its own on a GPU raise. Only the text tells.
 _TEXTS = (
     *("DefaultCPUAllocator", "can't allocate memory", "not enough memory"),
     "backend out of memory",  # of Apple's GPUs
+    "error: out of memory",  # of the driver of a GPU: a torch.AcceleratorError
+    "_STATUS_ALLOC_FAILED",  # of cuBLAS, cuDNN and the like, which allocate by themselves
 )
 
 

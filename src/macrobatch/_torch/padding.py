@@ -40,6 +40,7 @@ class Padding:
         (x, y, sample_weight), axis = batch, self._cut.axis
         fixed: List[Tensor] = []
         if axis is not None:
+            checks.free_lengths(models.inputs_of(model), axis)
             fixed = fixed_parts(models.inputs_of(model), x, axis)
             fixed += fixed_parts(getattr(model, "outputs", None) or [], y, axis)
         return self._cut.apply(

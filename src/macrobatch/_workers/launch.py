@@ -17,6 +17,7 @@ import tempfile
 import time
 from typing import Any, Dict, List, Optional, Sequence
 
+from macrobatch import _backends
 from macrobatch._workers.output import Output, Writer, writers
 
 # How long workers may take to end when they are asked to, before they are killed.
@@ -25,6 +26,16 @@ GRACE_SECONDS = 5.0
 _LAST_SECONDS = 0.5
 _TICK = 0.05
 _SCRIPT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "script.py")
+
+
+def check_backend() -> None:
+    """Raises where Keras would run on another backend than that of the workers' strategy."""
+    name = os.environ.get("KERAS_BACKEND") or _backends.TENSORFLOW
+    if name != _backends.TENSORFLOW:
+        raise ValueError(
+            "--workers is for MultiWorkerMirroredStrategy, which TensorFlow has. Each worker would "
+            f"train a model of its own. Received: KERAS_BACKEND={name}. Leave out --workers."
+        )
 
 
 def check_descriptors(workers: int) -> None:

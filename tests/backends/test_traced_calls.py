@@ -1,0 +1,70 @@
+"""Layers that trace what they call, or map a function over examples: calls in there have no numbers
+that could be looked at. The layers around them are named all the same.
+"""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+from support import BACKEND, thorough
+
+import macrobatch
+
+X = np.random.default_rng(0).normal(size=(16, 5, 3))
+Y = X[:, :2, 0]
+slow_on_jax = thorough if BACKEND == "jax" else lambda test: test
+
+
+class Centred(layers.Layer):
+    def call(self, x):
+        return x - ops.mean(x, axis=0, keepdims=True)
+
+
+class Mapped(layers.Layer):
+    """A layer that calls another for one example at a time."""
+
+    def build(self, shape):
+        self.dense = layers.Dense(4)
+        self.dense.build((1, shape[1] * shape[2]))
+
+    def call(self, x):
+        return ops.vectorized_map(lambda row: self.dense(ops.reshape(row, (1, -1)))[0], x)
+
+
+KINDS = {
+    "cells": lambda: layers.RNN(layers.GRUCell(3), name="inner"),
+    "map": lambda: Mapped(name="inner"),
+}
+kinds = pytest.mark.parametrize("kind", KINDS)
+
+
+def model_of(kind, *others):
+    model = keras.Sequential([keras.Input([5, 3]), KINDS[kind](), *others, layers.Dense(2)])
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.examples_meet
+@kinds
+def test_a_layer_in_which_examples_meet_is_named(kind):
+    model = macrobatch.accumulate(model_of(kind, Centred(name="culprit")), 4)
+    with pytest.warns(macrobatch.ExactnessWarning, match="meet in these layers: 'culprit'"):
+        model.train_on_batch(X, Y)
+
+
+@slow_on_jax
+def test_verify_names_it_too():
+    model = model_of("cells", Centred(name="culprit"))
+    report = macrobatch.verify(model, X, Y, micro_batch_size=4)
+    assert [(cause.kind, cause.names) for cause in report.causes] == [
+        ("examples_meet", ("culprit",))
+    ]
+
+
+@kinds
+def test_the_first_layer_that_is_not_finite_is_named(kind):
+    model = macrobatch.accumulate(model_of(kind), 4, nonfinite="raise")
+    x = np.where(np.arange(16)[:, None, None] == 5, np.nan, X)
+    # Where nothing is traced, the cell is the first.
+    with pytest.raises(ValueError, match=r"example 5, .* not finite is '(inner|gru_cell)"):
+        model.train_on_batch(x, Y)
