@@ -2,6 +2,7 @@
 
 from mutant import Mutant
 
+HELD, COMPILED = "_fit/held.py", "fit/test_auto_compiled.py::test_"
 FIT, LOOPS = "fit/test_auto.py::test_", "loops/test_auto_sizes.py::test_"
 SEARCH_TESTS, CACHE_TESTS = "rooms/test_search.py::test_", "rooms/test_cache.py::test_"
 AUTO, STEPS, SEARCH = "_sizes/finder.py", "_fit/steps.py", "_sizes/search.py"
@@ -161,5 +162,26 @@ MUTANTS = [
         '            self._start("settled")\n            self.size = max(self._allowed())\n',
         "            pass\n",
         (SEARCH_TESTS + "stops_looking_in_the_middle",),
+    ),
+    Mutant(
+        "sizes: what a compiled step that failed took with it is not put back",
+        HELD,
+        "                part.assign(value)\n",
+        "                pass\n",
+        (COMPILED + "what_a_failed_step_took_with_it_is_put_back",),
+    ),
+    Mutant(
+        "sizes: a counter that XLA took with it says whether a batch may be run again",
+        "_fit/auto.py",
+        "            return not self._held.is_on\n",
+        "            pass\n",
+        (COMPILED + "a_step_that_fitted_before_and_fails_is_not_run_again",),
+    ),
+    Mutant(
+        "sizes: memory of variables is kept for each batch",
+        HELD,
+        "        self._fitted.add(kind)\n",
+        "        pass\n",
+        (COMPILED + "memory_of_variables_is_kept_once_for_each_kind_of_batch",),
     ),
 ]

@@ -40,6 +40,17 @@ def ran_out_while_writing(message: str) -> str:
     )
 
 
+def ran_out_in_xla(message: str) -> str:
+    """What to say where a compiled step ran out of memory that had fitted before."""
+    return (
+        "Memory ran out in a compiled step that had fitted before: others may have taken memory in "
+        "the meantime. XLA had been given the memory of the weights (jit_compile=True), so that "
+        "their values may be lost. Start again from a checkpoint or a backup "
+        "(keras.callbacks.BackupAndRestore), with less that runs beside, or with a smaller "
+        f"memory_limit=.\n{message}"
+    )
+
+
 def too_little(limit: Any, least: str, unit: str) -> ValueError:
     """What to say of a limit in which not even the smallest micro-batch fits."""
     return ValueError(

@@ -69,6 +69,10 @@ class Engine:
         """Whether a batch that failed had begun to write."""
         raise NotImplementedError
 
+    def why_not_again(self, message: str) -> str:
+        """What to say of a batch that failed and had begun to write."""
+        return checks.ran_out_while_writing(message)
+
     def ran(self) -> None:
         """Hears that a batch has been run."""
 
@@ -212,7 +216,7 @@ class Finder:
             message = str(error)
             engine.check_workers(message)
             if engine.has_begun():
-                raise engine.exhausted(checks.ran_out_while_writing(message)) from error
+                raise engine.exhausted(engine.why_not_again(message)) from error
             if not search.ran_out():
                 raise engine.exhausted(checks.ran_out_at_one(self.unit, message)) from error
             return None
