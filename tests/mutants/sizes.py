@@ -184,4 +184,25 @@ MUTANTS = [
         "        pass\n",
         (COMPILED + "memory_of_variables_is_kept_once_for_each_kind_of_batch",),
     ),
+    Mutant(
+        "sizes: the key of a file has what others leave free",
+        AUTO,
+        "in_all = limits.in_all(self.memory_limit, on_gpu=on_gpu)",
+        "in_all = None if watched is None else watched.limit.bytes",
+        (FIT + "what_was_found_is_found_again_whatever_others_use",),
+    ),
+    Mutant(
+        "sizes: what a size takes is forgotten when it is found again",
+        AUTO,
+        "        takes = self._takes\n",
+        "        takes = 0\n",
+        (FIT + "what_was_found_is_found_again_whatever_others_use",),
+    ),
+    Mutant(
+        "sizes: after a batch of which nothing fits, no batch fits",
+        SEARCH,
+        "        self._failed, self._most, self._extent = None, 0, 0.0  # A smaller batch may fit.\n",
+        "",
+        (SEARCH_TESTS + "after_a_batch_of_which_nothing_fits_it_starts_anew",),
+    ),
 ]

@@ -69,9 +69,10 @@ def test_a_damaged_file_is_ignored_with_a_warning(text):
     assert cache.read(KEY) == Found(8)
 
 
-def test_can_be_switched_off(monkeypatch):
+@pytest.mark.parametrize("off", ["0", "false", "False", "off", "no", " NO "])
+def test_can_be_switched_off(off, monkeypatch):
     cache.write(KEY, Found(8))
-    monkeypatch.setenv("MACROBATCH_CACHE", "0")
+    monkeypatch.setenv("MACROBATCH_CACHE", off)
     assert cache.read(KEY) is None
     cache.write(KEY, Found(4))
     monkeypatch.setenv("MACROBATCH_CACHE", "1")

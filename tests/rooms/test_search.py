@@ -113,6 +113,20 @@ def test_nothing_smaller_than_one():
     assert [search.next(), search.ran_out()] == [1, False]
 
 
+@pytest.mark.parametrize("first", [None, 4])
+def test_after_a_batch_of_which_nothing_fits_it_starts_anew(first):
+    search = Search(first=first)
+    search.meet(4, 600.0)
+    search.next()
+    while search.ran_out():
+        search.next()
+    search.meet(2, 1.0)
+    assert search.next() == 2
+    search.ran(2)
+    search.meet(8, 1.0)
+    assert search.next() == (first or 8)
+
+
 def test_runs_out_while_it_looks():
     search = Search()
     run(search, lambda size: 1 / size, batches=3)

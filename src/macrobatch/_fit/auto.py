@@ -130,7 +130,7 @@ class Auto(Engine):
     def wait(self, result: Any) -> None:
         tf.nest.map_structure(np.asarray, result)
 
-    def key(self, batch: Batch, whole: int, limit: Optional[int]) -> Dict[str, Any]:
+    def key(self, batch: Batch, whole: int, memory: Optional[int]) -> Dict[str, Any]:
         steps = self._steps
         how = {
             "unit": self._finder.unit,
@@ -141,7 +141,7 @@ class Auto(Engine):
             "replicas": 1 if self._strategy is None else self._strategy.num_replicas_in_sync,
         }
         part, devices = self._batches.parts(batch)[0], device_memory.names()
-        return key_of(steps.model, part, whole, how, limit, devices, tf.__version__)
+        return key_of(steps.model, part, whole, how, memory, devices, tf.__version__)
 
     def can_rehearse(self) -> bool:
         return bool(self._steps.can_rehearse)

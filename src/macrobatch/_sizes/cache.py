@@ -9,7 +9,8 @@ import tempfile
 import warnings
 from typing import Any, Dict, NamedTuple, Optional
 
-SWITCH = "MACROBATCH_CACHE"  # the environment variable that switches it off, with 0
+SWITCH = "MACROBATCH_CACHE"  # the environment variable that switches it off
+OFF = ("0", "false", "off", "no")  # in any case
 
 
 class Found(NamedTuple):
@@ -83,7 +84,7 @@ def write(key: Dict[str, Any], found: Found) -> None:
 
 
 def _is_on() -> bool:
-    return os.environ.get(SWITCH, "1") != "0"
+    return os.environ.get(SWITCH, "1").strip().lower() not in OFF
 
 
 def _path(key: Dict[str, Any]) -> str:

@@ -57,7 +57,7 @@ class Engine:
         """Waits until what a run returned is there, and all else that the run was to do."""
         raise NotImplementedError
 
-    def key(self, batch: Batch, whole: int, limit: Optional[int]) -> Dict[str, Any]:
+    def key(self, batch: Batch, whole: int, memory: Optional[int]) -> Dict[str, Any]:
         """What a size is found for: see _keras.size_key."""
         raise NotImplementedError
 
@@ -111,6 +111,7 @@ class Finder:
         self._watch: Optional[watch.Watch] = None
         self._searches: List[Optional[Search]] = [None, None]  # of testing and of training
         self._key: Optional[Dict[str, Any]] = None
+        self._takes = 0  # bytes of an update with the size that was found before
         self._ran: List[int] = []  # sizes with which a batch was trained
 
     def forget(self) -> None:
@@ -173,11 +174,13 @@ class Finder:
     def _cached(self, batch: Batch, whole: int) -> Optional[int]:
         """The size that was found before, if it still fits."""
         watched = self._watch
-        limit = None if watched is None else watched.limit.bytes
-        self._key = self._engine.key(batch, whole, limit)
+        on_gpu = bool(self._engine.device().gpus())
+        in_all = limits.in_all(self.memory_limit, on_gpu=on_gpu)
+        self._key = self._engine.key(batch, whole, in_all)
         found = cache.read(self._key)
         if found is None or (watched and watched.before + found.bytes > watched.limit.bytes):
             return None
+        self._takes = found.bytes
         return found.size
 
     def _keep(self, search: Search, whole: int, is_new: bool) -> None:
@@ -185,7 +188,7 @@ class Finder:
         if is_new:
             line = checks.settled(self.unit, search.size, whole, search.found())
             checks.LOG.warning(line)
-        takes = 0
+        takes = self._takes
         if self._watch is not None and search.has_peaks:
             takes = max(0, search.expects(search.size) - self._watch.before)
         if self._key is not None:

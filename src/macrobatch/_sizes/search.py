@@ -180,7 +180,11 @@ class Search:
         self._seconds = {s: each for s, each in self._seconds.items() if s < self._failed}
         if self._phase == "timing" and not self._contenders:
             self._start("settled")
-        return self._failed > 1
+        if self._failed > 1:
+            return True
+        self._failed, self._most, self._extent = None, 0, 0.0  # A smaller batch may fit.
+        self._start("fitting")
+        return False
 
     def fits(self, size: int) -> bool:
         """Whether a size is known, or expected, to fit."""
