@@ -98,6 +98,9 @@ class FoundSizes(Engine):
     def pays(self, is_new: bool, seconds: float) -> bool:
         return self._paying(is_new, seconds) or not self.compiles()
 
+    def compiles_each_size(self) -> bool:
+        return self.compiles()
+
     def set(self, size: int) -> None:
         self._chosen.current = size
 

@@ -201,8 +201,22 @@ MUTANTS = [
     Mutant(
         "sizes: after a batch of which nothing fits, no batch fits",
         SEARCH,
-        "        self._failed, self._most, self._extent = None, 0, 0.0  # A smaller batch may fit.\n",
-        "",
+        "        self._failed, self._batch, self._most, self._extent = None, 0, 0, 0.0",
+        "        pass",
         (SEARCH_TESTS + "after_a_batch_of_which_nothing_fits_it_starts_anew",),
+    ),
+    Mutant(
+        "sizes: a compiled size is the whole batch, which is no power of two",
+        SEARCH,
+        "batch = power_above(batch) if self._is_compiled else batch",
+        "pass",
+        (SEARCH_TESTS + "sizes_that_are_compiled_are_powers_of_two",),
+    ),
+    Mutant(
+        "sizes: all sizes are compiled that are not far slower",
+        SEARCH,
+        "        if not self._is_compiled:\n            return self._is_far",
+        "        if True:\n            return self._is_far",
+        (SEARCH_TESTS + "sizes_that_are_as_fast_need_not_be_compiled",),
     ),
 ]

@@ -30,7 +30,9 @@ def test_what_is_written_is_read():
     cache.write(KEY, Found(4))
     assert cache.read(KEY) == Found(4)
     assert cache.read({**KEY, "whole": 65}) is None
-    assert len(files()) == 1
+    cache.write({**KEY, "whole": 60}, Found(64))
+    assert cache.read({**KEY, "whole": 60}) == Found(64)
+    assert len(files()) == 2
 
 
 def test_is_in_the_folder_of_keras(home, monkeypatch):

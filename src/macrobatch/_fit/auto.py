@@ -115,6 +115,9 @@ class Auto(Engine):
     def exhausted(self, message: str) -> Exception:
         return size_checks.exhausted(message)
 
+    def compiles_each_size(self) -> bool:
+        return self.compiles
+
     def set(self, size: int) -> None:
         self._chosen.set(size)
 

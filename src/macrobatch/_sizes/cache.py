@@ -9,6 +9,8 @@ import tempfile
 import warnings
 from typing import Any, Dict, NamedTuple, Optional
 
+from macrobatch._sizes.search import power_above
+
 SWITCH = "MACROBATCH_CACHE"  # the environment variable that switches it off
 OFF = ("0", "false", "off", "no")  # in any case
 
@@ -46,7 +48,7 @@ def read(key: Dict[str, Any]) -> Optional[Found]:
         numbers = all(type(number) is int for number in found)
         if (
             not numbers
-            or not 1 <= found.size <= key["whole"]
+            or not 1 <= found.size <= power_above(key["whole"])
             or found.bytes < 0
             or entry["key"] != key
         ):

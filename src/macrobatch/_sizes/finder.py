@@ -33,6 +33,10 @@ class Engine:
         """An error of the backend's that says that there is no memory."""
         raise NotImplementedError
 
+    def compiles_each_size(self) -> bool:
+        """Whether another size is another function to compile, so that there should be few."""
+        return False
+
     def set(self, size: int) -> None:
         """Lets the next batch be cut by a size."""
         raise NotImplementedError
@@ -168,7 +172,9 @@ class Finder:
             limit = None if self._watch is None else self._watch.limit.bytes
             power = 1 if self._in_tokens else 2
             first = self._cached(batch, whole) if training else self.size
-            found = self._searches[training] = Search(limit, training, first, power)
+            found = self._searches[training] = Search(
+                limit, training, first, power, engine.compiles_each_size()
+            )
         return found
 
     def _cached(self, batch: Batch, whole: int) -> Optional[int]:
