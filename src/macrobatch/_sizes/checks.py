@@ -1,10 +1,6 @@
 """What is said of sizes that are found while training: errors, and lines in the log."""
 
-import logging
 from typing import Any, Sequence
-
-# Python shows warnings of a log on the terminal, if nobody has set up anything else.
-LOG = logging.getLogger("macrobatch")
 
 _LESS = (
     "What makes one example smaller: rematerialisation (keras.RematScope), mixed precision "

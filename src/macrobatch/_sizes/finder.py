@@ -5,6 +5,7 @@ a smaller one if it runs out of memory. No backend here: an engine says how its 
 import time
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
+from macrobatch import _checks
 from macrobatch._sizes import cache, checks, watch
 from macrobatch._sizes import limit as limits
 from macrobatch._sizes.peaks import give_back, peak_of
@@ -154,7 +155,7 @@ class Finder:
                 break
             give_back()  # The error had all that the batch had made.
         if len(tried) > 1:
-            checks.LOG.warning(checks.shrunk(self.unit, tried, whole))
+            _checks.LOG.warning(checks.shrunk(self.unit, tried, whole))
         if training and search.is_settled and (not was_settled or len(tried) > 1):
             self._keep(search, whole, not was_settled)
         return found
@@ -193,7 +194,7 @@ class Finder:
         """Says what was found, and keeps it for other runs."""
         if is_new:
             line = checks.settled(self.unit, search.size, whole, search.found())
-            checks.LOG.warning(line)
+            _checks.LOG.warning(line)
         takes = self._takes
         if self._watch is not None and search.has_peaks:
             takes = max(0, search.expects(search.size) - self._watch.before)
