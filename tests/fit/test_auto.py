@@ -293,6 +293,7 @@ def test_compiled_steps_are_compiled_for_each_size_once(monkeypatch):
     expected = build()
     fitted(expected, x[:48], y[:48], epochs=20)
     monkeypatch.setattr(autos.Auto, "attempt", failing)
+    monkeypatch.setattr(autos.Auto, "host_raises", True)
     model = macrobatch.accumulate(build())
     history = fitted(model, x[:48], y[:48], epochs=20)
     assert_same(expected, model)

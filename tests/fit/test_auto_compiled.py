@@ -35,6 +35,7 @@ class Huge(keras.layers.Layer):
 def an_error(monkeypatch):
     """Running out of memory is an error, as on a GPU."""
     monkeypatch.setattr(limit, "running_out_is_an_error", lambda on_gpu: True)
+    monkeypatch.setattr(autos.Auto, "host_raises", True)
     monkeypatch.setattr(Huge, "most", 10**9)
 
 
@@ -132,6 +133,15 @@ def test_a_step_that_fitted_before_and_fails_is_not_run_again(monkeypatch):
     with pytest.raises(tf.errors.ResourceExhaustedError, match="the memory of the weights"):
         auto.attempt(True)(fail, batch)
     assert len(failures) == 1
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_memory_is_watched_where_xla_may_end_the_process(jit_compile, monkeypatch):
+    monkeypatch.undo()
+    monkeypatch.setattr(limit, "running_out_is_an_error", lambda on_gpu: True)
+    model = macrobatch.accumulate(build(jit_compile=jit_compile))
+    model.train_on_batch(x[:2], y[:2])
+    assert (accumulation_of(model).auto._finder._watch is not None) == jit_compile
 
 
 def test_memory_of_variables_is_kept_once_for_each_kind_of_batch(monkeypatch):

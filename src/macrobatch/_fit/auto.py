@@ -106,6 +106,12 @@ class Auto(Engine):
 
     # What the search is told
 
+    @property
+    def host_raises(self) -> bool:  # type: ignore[override]
+        # What XLA takes beside its buffers may not fit either, and that ends the process
+        # (std::bad_alloc, seen with ulimit -v).
+        return not self._steps.model.jit_compile
+
     def device(self) -> watch.DeviceMemory:
         return device_memory
 
