@@ -1,13 +1,17 @@
-"""What all checks share: the warning that an update cannot be exact, at the user's own line, and
-how messages show a value. Runs on TensorFlow 1.14 too.
+"""What all checks share: the warning that an update cannot be exact, at the user's own line,
+the log, and how messages show a value. Runs on TensorFlow 1.14 too.
 """
 
+import logging
 import os
 import re
 import sys
 import warnings
 import weakref
 from typing import Any, Sequence, Set, Tuple, Type
+
+# What is found while training. Python shows warnings of a log, if nobody has set up anything else.
+LOG = logging.getLogger("macrobatch")
 
 
 class ExactnessWarning(UserWarning):

@@ -99,6 +99,9 @@ class FoundSizes(Engine):
     def pays(self, is_new: bool, seconds: float) -> bool:
         return self._paying(is_new, seconds) or not self.compiles()
 
+    def compiles_each_size(self) -> bool:
+        return self.compiles()
+
     def set(self, size: int) -> None:
         self._chosen.current = size
 
@@ -133,7 +136,7 @@ class FoundSizes(Engine):
         weights = self._steps.model.trainable_weights
         return 2 * sum(math.prod(weight.shape) * _bytes_of(weight.dtype) for weight in weights)
 
-    def key(self, batch: Batch, whole: int, limit: Optional[int]) -> Dict[str, Any]:
+    def key(self, batch: Batch, whole: int, memory: Optional[int]) -> Dict[str, Any]:
         steps, backend = self._steps, self._backend
         how = {
             "backend": keras.backend.backend(),
@@ -143,7 +146,7 @@ class FoundSizes(Engine):
             "compiled": self.compiles(),
             "replicas": backend.replicas,
         }
-        return key_of(steps.model, batch, whole, how, limit, backend.devices, backend.version)
+        return key_of(steps.model, batch, whole, how, memory, backend.devices, backend.version)
 
 
 def _leaves(batch: Batch) -> List[Any]:

@@ -4,6 +4,7 @@ from typing import Any
 
 import keras
 
+from macrobatch import _checks
 from macrobatch._keras.installed import accumulation_of
 from macrobatch._noise.scale import NoiseScale
 
@@ -19,7 +20,8 @@ class GradientNoiseScale(NoiseScale, keras.callbacks.Callback):
 
     As a callback of `fit`, for a model that `macrobatch.accumulate` has prepared, it adds
     `noise_scale` and `gradient_norm` to the logs of every batch and epoch, so that History and
-    TensorBoard have them. At the end it prints the advice in one sentence (not with `verbose=0`).
+    TensorBoard have them. At the end it prints the advice in one sentence. With `verbose=0` the
+    sentence goes to the logger `macrobatch`, as sizes that are found do.
     In a loop of your own, on TensorFlow, pass it to
     `macrobatch.value_and_gradients(..., noise_scale=)`.
 
@@ -74,3 +76,5 @@ class GradientNoiseScale(NoiseScale, keras.callbacks.Callback):
             self._accumulation = None
         if self.params.get("verbose"):
             print(self.advice())
+        else:
+            _checks.LOG.warning("macrobatch: %s", self.advice())

@@ -293,6 +293,7 @@ def test_compiled_steps_are_compiled_for_each_size_once(monkeypatch):
     expected = build()
     fitted(expected, x[:48], y[:48], epochs=20)
     monkeypatch.setattr(autos.Auto, "attempt", failing)
+    monkeypatch.setattr(autos.Auto, "host_raises", True)
     model = macrobatch.accumulate(build())
     history = fitted(model, x[:48], y[:48], epochs=20)
     assert_same(expected, model)
@@ -491,6 +492,27 @@ def test_what_was_found_is_found_again(monkeypatch, tmp_path, caplog):
     fitted(macrobatch.accumulate(build()), epochs=1)
     assert "ran out" not in caplog.text
     assert "found before" in caplog.text
+
+
+def test_what_was_found_is_found_again_whatever_others_use(watched, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    monkeypatch.setenv("MACROBATCH_CACHE", "1")
+
+    def lines(available, **limits):
+        caplog.clear()
+        found = limit.Limit(int(available * 2**30), "the machine has it, less what others use")
+        monkeypatch.setattr(limit, "available", lambda machine=limit.THIS: found)
+        model = compiled(dense(keras.layers.Dropout(0.5, seed=1)), run_eagerly=True)
+        fitted(macrobatch.accumulate(model, **limits), epochs=1)
+        return caplog.text
+
+    assert "all at once" in lines(1.0)
+    assert "found before" in lines(7.9)
+    assert "found before" in lines(0.3)
+    assert "found before" not in lines(2**20 / 2**30 + 1e-7)  # which does not fit now
+    assert "found before" not in lines(1.0, memory_limit="200MiB")
+    assert "found before" not in lines(1.0, memory_limit=0.5)
+    assert "found before" in lines(7.9, memory_limit=0.5)
 
 
 def test_history_with_callbacks_of_the_users_own(tmp_path):

@@ -222,6 +222,15 @@ def test_measures_only_in_its_own_fit():
 
 
 @pytest.mark.eager
+@pytest.mark.parametrize("verbose", [0, 2])
+def test_the_advice_is_always_given(verbose, capsys, caplog):
+    model = macrobatch.accumulate(compiled(regularised), 2)
+    model.fit(X, Y, batch_size=10, verbose=verbose, callbacks=[macrobatch.GradientNoiseScale()])
+    said = [caplog.text, capsys.readouterr().out]
+    assert ["radient noise scale" in each for each in said] == [verbose == 0, verbose > 0]
+
+
+@pytest.mark.eager
 @pytest.mark.filterwarnings("ignore:Nothing is being accumulated")
 def test_a_batch_that_is_not_cut_tells_nothing(capsys):
     model = compiled(regularised)

@@ -418,6 +418,37 @@ def test_examples_that_are_not_at_fault(nonfinite):
         model.train_on_batch(X[:8], Y[:8])
 
 
+@pytest.mark.parametrize("nonfinite", ["skip", "raise"])
+def test_statistics_that_are_not_finite_are_at_fault(nonfinite):
+    model = keras.Sequential([keras.Input([4]), layers.BatchNormalization(), layers.Dense(1)])
+    model.layers[0].trainable = False
+    model.compile("sgd", "mse")
+    macrobatch.accumulate(model, 3, nonfinite=nonfinite)
+    before = model.layers[1].kernel.numpy()
+    model.layers[0].moving_mean.assign([0.0, 1.0, np.nan, 0.0])
+    with pytest.raises(ValueError, match=r"No example is at fault: .*'.*/moving_mean'"):
+        model.train_on_batch(X[:8], Y[:8])
+    np.testing.assert_array_equal(before, model.layers[1].kernel.numpy())
+
+
+def test_statistics_of_which_some_are_never_finite():
+    """A running maximum starts with minus infinity: that is no fault."""
+
+    class Most(layers.Layer):
+        def build(self, shape):
+            start = lambda shape, dtype: keras.ops.full(shape, -np.inf, dtype)  # noqa: E731
+            self.most = self.add_weight(shape=[], initializer=start, trainable=False)
+
+        def call(self, inputs):
+            return keras.ops.maximum(inputs, self.most)
+
+    model = keras.Sequential([keras.Input([4]), Most(), layers.Dense(1)])
+    model.compile("sgd", "mse")
+    macrobatch.accumulate(model, 3, nonfinite="skip")
+    with pytest.warns(UserWarning, match="example 1 is not finite"):
+        model.train_on_batch(with_bad(X, bad=[1])[:8], Y[:8])
+
+
 @pytest.mark.eager
 def test_a_dynamic_loss_scale():
     """As with GradientAccumulator: overflows are for the optimizer to see."""

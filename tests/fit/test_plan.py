@@ -15,7 +15,8 @@ from verify_models import X, Y, compiled, mlp
 
 import macrobatch
 from macrobatch._accumulate import settings_of
-from macrobatch._no_trace.unchanged import Values, unchanged, variables_of
+from macrobatch._keras.written import variables_of
+from macrobatch._no_trace.unchanged import Values, unchanged
 from macrobatch._plan import find, search
 from macrobatch._plan.plot import draw
 from macrobatch._plan.report import NothingFits

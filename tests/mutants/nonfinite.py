@@ -142,4 +142,18 @@ MUTANTS = [
         "strategy.run(keep(call), args=(functions,))",
         (FIT + "test_an_error_on_replicas",),
     ),
+    Mutant(
+        "not finite: statistics are never at fault",
+        FINITE,
+        "            if len(gone) == len(remaining):\n",
+        "            if False:\n",
+        (FIT + "test_statistics_that_are_not_finite_are_at_fault[skip]",),
+    ),
+    Mutant(
+        "not finite: statistics are at fault for any example",
+        FINITE,
+        "            if len(gone) == len(remaining):\n",
+        "            if True:\n",
+        (FIT + "test_statistics_of_which_some_are_never_finite",),
+    ),
 ]

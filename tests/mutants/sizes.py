@@ -2,6 +2,7 @@
 
 from mutant import Mutant
 
+HELD, COMPILED = "_fit/held.py", "fit/test_auto_compiled.py::test_"
 FIT, LOOPS = "fit/test_auto.py::test_", "loops/test_auto_sizes.py::test_"
 SEARCH_TESTS, CACHE_TESTS = "rooms/test_search.py::test_", "rooms/test_cache.py::test_"
 AUTO, STEPS, SEARCH = "_sizes/finder.py", "_fit/steps.py", "_sizes/search.py"
@@ -161,5 +162,68 @@ MUTANTS = [
         '            self._start("settled")\n            self.size = max(self._allowed())\n',
         "            pass\n",
         (SEARCH_TESTS + "stops_looking_in_the_middle",),
+    ),
+    Mutant(
+        "sizes: what a compiled step that failed took with it is not put back",
+        HELD,
+        "                part.assign(value)\n",
+        "                pass\n",
+        (COMPILED + "what_a_failed_step_took_with_it_is_put_back",),
+    ),
+    Mutant(
+        "sizes: a counter that XLA took with it says whether a batch may be run again",
+        "_fit/auto.py",
+        "            return not self._held.is_on\n",
+        "            pass\n",
+        (COMPILED + "a_step_that_fitted_before_and_fails_is_not_run_again",),
+    ),
+    Mutant(
+        "sizes: memory of variables is kept for each batch",
+        HELD,
+        "        self._fitted.add(kind)\n",
+        "        pass\n",
+        (COMPILED + "memory_of_variables_is_kept_once_for_each_kind_of_batch",),
+    ),
+    Mutant(
+        "sizes: the key of a file has what others leave free",
+        AUTO,
+        "in_all = limits.in_all(self.memory_limit, on_gpu=on_gpu)",
+        "in_all = None if watched is None else watched.limit.bytes",
+        (FIT + "what_was_found_is_found_again_whatever_others_use",),
+    ),
+    Mutant(
+        "sizes: what a size takes is forgotten when it is found again",
+        AUTO,
+        "        takes = self._takes\n",
+        "        takes = 0\n",
+        (FIT + "what_was_found_is_found_again_whatever_others_use",),
+    ),
+    Mutant(
+        "sizes: after a batch of which nothing fits, no batch fits",
+        SEARCH,
+        "        self._failed, self._batch, self._most, self._extent = None, 0, 0, 0.0",
+        "        pass",
+        (SEARCH_TESTS + "after_a_batch_of_which_nothing_fits_it_starts_anew",),
+    ),
+    Mutant(
+        "sizes: a compiled size is the whole batch, which is no power of two",
+        SEARCH,
+        "batch = power_above(batch) if self._is_compiled else batch",
+        "pass",
+        (SEARCH_TESTS + "sizes_that_are_compiled_are_powers_of_two",),
+    ),
+    Mutant(
+        "sizes: all sizes are compiled that are not far slower",
+        SEARCH,
+        "        if not self._is_compiled:\n            return self._is_far",
+        "        if True:\n            return self._is_far",
+        (SEARCH_TESTS + "sizes_that_are_as_fast_need_not_be_compiled",),
+    ),
+    Mutant(
+        "sizes: memory of compiled steps is not watched under a limit of the kernel",
+        "_fit/auto.py",
+        "        return not self._steps.model.jit_compile\n",
+        "        return True\n",
+        (COMPILED + "memory_is_watched_where_xla_may_end_the_process",),
     ),
 ]

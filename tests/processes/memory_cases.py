@@ -1,9 +1,10 @@
 """What test_memory.py runs in processes of their own, with as much memory as it likes or with a
 limit that the kernel holds: a model whose plain step does not fit.
 
-    python memory_cases.py MIB
+    python memory_cases.py MIB [compiled]
 
 trains in MIB more than the process has, and prints how far that ends from unlimited training.
+"compiled" trains steps that XLA compiles.
 """
 
 import contextlib
@@ -29,12 +30,12 @@ def layers_of():
     return keras.Sequential([*layers, keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
 
 
-def build():
+def build(optimizer=keras.optimizers.Adam, **options):
     keras.config.set_floatx("float64")
     keras.config.set_dtype_policy("float64")
     keras.utils.set_random_seed(0)
     model = layers_of()
-    model.compile(keras.optimizers.Adam(0.01), "mse", metrics=["mae"])
+    model.compile(optimizer(0.01), "mse", metrics=["mae"], **options)
     return model
 
 
@@ -51,6 +52,11 @@ def from_the_start():
 def longer_in_the_middle():
     """Batches of short examples, which fit, and longer ones later."""
     return [examples(64)] * 3 + [examples(64, 8)] * 2 + [examples(64)] * 2
+
+
+def larger_in_the_middle():
+    """Batches of some examples, which fit, and larger ones later."""
+    return [examples(64)] * 3 + [examples(512)] * 3
 
 
 @contextlib.contextmanager
@@ -76,28 +82,32 @@ def fitted(model, batches):
     return [np.array(v.value) for v in [*model.variables, *model.optimizer.variables]], sizes
 
 
-def main(mebibytes):
+def main(mebibytes, **options):
     tf.config.threading.set_intra_op_parallelism_threads(1)
     tf.config.threading.set_inter_op_parallelism_threads(1)
-    cases = [from_the_start, longer_in_the_middle]
+    # XLA itself takes memory for each size. TensorFlow may end the process if there is none left.
+    compiled = [larger_in_the_middle]
+    cases = compiled if options else [from_the_start, longer_in_the_middle]
     ended, found = {}, {}
     # What any training takes once, threads for instance, is taken before the limit. Unlimited
     # training comes last: its address space stays, and plain training would fit in there.
-    fitted(build(), [examples(8)])
+    fitted(build(**options), [examples(8)])
+    fitted(macrobatch.accumulate(build(**options), 4), [examples(8)])
     with limited(mebibytes):
-        try:
+        try:  # Without XLA, which would take the weights with it.
             fitted(build(), from_the_start())
         except tf.errors.ResourceExhaustedError:
             found["plain"] = "ran out"
         for case in cases:
-            ended[case], sizes = fitted(macrobatch.accumulate(build()), case())
+            ended[case], sizes = fitted(macrobatch.accumulate(build(**options)), case())
             found[case.__name__] = {"sizes": sizes}
     for case in cases:
-        expected, _ = fitted(build(), case())
+        expected, _ = fitted(build(**options), case())
         furthest = max(float(np.abs(a - b).max()) for a, b in zip(ended[case], expected))
         found[case.__name__]["difference"] = furthest
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    compiled = {"jit_compile": True, "optimizer": keras.optimizers.SGD}
+    main(int(sys.argv[1]), **(compiled if "compiled" in sys.argv else {}))

@@ -30,7 +30,9 @@ def test_what_is_written_is_read():
     cache.write(KEY, Found(4))
     assert cache.read(KEY) == Found(4)
     assert cache.read({**KEY, "whole": 65}) is None
-    assert len(files()) == 1
+    cache.write({**KEY, "whole": 60}, Found(64))
+    assert cache.read({**KEY, "whole": 60}) == Found(64)
+    assert len(files()) == 2
 
 
 def test_is_in_the_folder_of_keras(home, monkeypatch):
@@ -69,9 +71,10 @@ def test_a_damaged_file_is_ignored_with_a_warning(text):
     assert cache.read(KEY) == Found(8)
 
 
-def test_can_be_switched_off(monkeypatch):
+@pytest.mark.parametrize("off", ["0", "false", "False", "off", "no", " NO "])
+def test_can_be_switched_off(off, monkeypatch):
     cache.write(KEY, Found(8))
-    monkeypatch.setenv("MACROBATCH_CACHE", "0")
+    monkeypatch.setenv("MACROBATCH_CACHE", off)
     assert cache.read(KEY) is None
     cache.write(KEY, Found(4))
     monkeypatch.setenv("MACROBATCH_CACHE", "1")

@@ -219,6 +219,19 @@ def test_other_systems(tmp_path, monkeypatch):
     assert limit.memory_limit("6GiB", elsewhere).bytes == 6 * GIB
 
 
+def test_what_there_is_in_all(machine, tmp_path, monkeypatch):
+    monkeypatch.setattr(limit, "address_space", lambda: None)
+    whole = limit.in_all(None, machine)
+    write(tmp_path / "proc/meminfo", f"MemTotal: {16 * MIB} kB\nMemAvailable:   {3 * MIB} kB\n")
+    assert limit.in_all(None, machine) == whole == 16 * GIB
+    assert limit.in_all(0.5, machine) == whole // 2
+    assert limit.in_all("3MiB", machine) == 3 * 2**20
+    monkeypatch.setattr(limit, "address_space", lambda: 2**20)
+    assert limit.in_all(None, machine) == 2**20
+    assert limit.in_all(None, machine, on_gpu=True) is None
+    assert limit.in_all(0.5, machine, on_gpu=True) == 50
+
+
 def test_a_device():
     assert limit.memory_limit(None, of_device=8 * GIB).bytes == 8 * GIB
     assert limit.memory_limit(0.25, of_device=8 * GIB).bytes == 2 * GIB

@@ -42,6 +42,41 @@ def test_starts_with_the_whole_batch_and_halves_what_runs_out():
     assert search.size == 16
 
 
+@pytest.mark.parametrize(
+    ("best", "looked_at"),
+    [
+        (512, {512, 256}),
+        (1024, {512, 256}),
+        (128, {512, 256, 128, 64}),
+        (1, {2**i for i in range(10)}),
+    ],
+)
+def test_looks_at_few_sizes_where_each_is_compiled(best, looked_at):
+    search = Search(is_compiled=True)
+    sizes = run(search, lambda size: max(size / best, best / size) ** 0.3)
+    assert search.is_settled
+    assert search.size == min(best, 512)
+    assert set(sizes) == looked_at
+
+
+def test_sizes_that_are_as_fast_need_not_be_compiled():
+    assert set(run(Search(is_compiled=True), lambda size: 1.0)) == {512, 256}
+
+
+def test_sizes_that_are_compiled_are_powers_of_two():
+    search = Search(is_compiled=True)
+    assert set(run(search, lambda size: size, batch=60)) == {1, 2, 4, 8, 16, 32, 64}
+    search = Search(is_compiled=True)
+    assert run(search, lambda size: 1.0, batch=60, most=50, batches=1) == [64, 32]
+    search = Search(is_compiled=True)
+    search.meet(60, 1.0)
+    search.next()
+    search.ran(60, 1.0)
+    for _ in range(9):  # of another shape, which is compiled for itself
+        search.ran(40, 1.0)
+    assert not search._seconds
+
+
 def test_does_not_look_where_the_size_shows():
     search = Search(looks=False)
     assert run(search, lambda size: 1.0 / size) == [512]
@@ -111,6 +146,20 @@ def test_nothing_smaller_than_one():
     assert [search.next(), search.ran_out()] == [4, True]
     assert [search.next(), search.ran_out()] == [2, True]
     assert [search.next(), search.ran_out()] == [1, False]
+
+
+@pytest.mark.parametrize("first", [None, 4])
+def test_after_a_batch_of_which_nothing_fits_it_starts_anew(first):
+    search = Search(first=first)
+    search.meet(4, 600.0)
+    search.next()
+    while search.ran_out():
+        search.next()
+    search.meet(2, 1.0)
+    assert search.next() == 2
+    search.ran(2)
+    search.meet(8, 1.0)
+    assert search.next() == (first or 8)
 
 
 def test_runs_out_while_it_looks():

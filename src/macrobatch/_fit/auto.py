@@ -3,18 +3,20 @@ what workers agree on. The search for them is in _sizes.
 """
 
 import functools
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any, Callable, Dict, List, Optional, Tuple
 
 import numpy as np
 import tensorflow as tf
 
 from macrobatch._fit.agreed import Agreed
 from macrobatch._fit.attempts import Attempt
+from macrobatch._fit.held import Held
 from macrobatch._fit.rehearsal import Rehearsal
 from macrobatch._fit.steps import Steps
 from macrobatch._keras.size_key import key_of
 from macrobatch._keras.size_logged import SizeLogged, with_size
 from macrobatch._sizes import checks, watch
+from macrobatch._sizes import limit as limits
 from macrobatch._sizes.finder import Engine, Finder
 from macrobatch._sizes.search import Search
 from macrobatch._tensorflow import device_memory, replicas, size_checks
@@ -45,11 +47,13 @@ class Auto(Engine):
         self._agreed: Optional[Agreed] = None
         if replicas.has_several_workers(steps.strategy):
             self._agreed = Agreed(steps.strategy, self._fits_here, self._finder.unit)
+        self._held = Held(steps.model, steps.strategy, self._own_variables)
         self._batches = Batches(steps.strategy, steps.cut.axis, chosen.in_tokens)
 
     def forget(self) -> None:
         """Looks again: the model may have been compiled anew."""
         self._finder.forget()
+        self._held.forget()
         self._rehearsal = Rehearsal(self._steps)
 
     @property
@@ -69,7 +73,28 @@ class Auto(Engine):
 
     def attempt(self, training: bool) -> Attempt:
         """A function that runs batches, each as often as it takes."""
-        return functools.partial(self._finder.attempt, training)
+
+        def attempt(run: Callable[[Batch], Logs], batch: Batch) -> Logs:
+            def held(batch: Batch) -> Logs:
+                kind = training, self._chosen.current, self._steps.noise.measures
+                return self._held.run(kind, run, batch)
+
+            found: Logs = self._finder.attempt(training, held if self._holds() else run, batch)
+            return found
+
+        return attempt
+
+    def _holds(self) -> bool:
+        """Whether a step that runs out of memory would take variables with it. See _fit/held."""
+        if not self._steps.model.jit_compile or self._agreed is not None:
+            return False
+        return limits.running_out_is_an_error(bool(device_memory.gpus()))
+
+    def _own_variables(self) -> List[Any]:
+        steps = self._steps
+        counts = [steps.begun, steps.first_batch, steps.ran.variable]
+        found = [*counts, *steps.padding.done, *steps.noise.variables()]
+        return [variable for variable in found if variable is not None]
 
     def once(self, run: Callable[[Batch], Logs], batch: Batch) -> Logs:
         """Runs a batch that may write at any time, and so cannot be run again."""
@@ -81,6 +106,12 @@ class Auto(Engine):
 
     # What the search is told
 
+    @property
+    def host_raises(self) -> bool:  # type: ignore[override]
+        # What XLA takes beside its buffers may not fit either, and that ends the process
+        # (std::bad_alloc, seen with ulimit -v).
+        return not self._steps.model.jit_compile
+
     def device(self) -> watch.DeviceMemory:
         return device_memory
 
@@ -89,6 +120,9 @@ class Auto(Engine):
 
     def exhausted(self, message: str) -> Exception:
         return size_checks.exhausted(message)
+
+    def compiles_each_size(self) -> bool:
+        return self.compiles
 
     def set(self, size: int) -> None:
         self._chosen.set(size)
@@ -105,7 +139,7 @@ class Auto(Engine):
     def wait(self, result: Any) -> None:
         tf.nest.map_structure(np.asarray, result)
 
-    def key(self, batch: Batch, whole: int, limit: Optional[int]) -> Dict[str, Any]:
+    def key(self, batch: Batch, whole: int, memory: Optional[int]) -> Dict[str, Any]:
         steps = self._steps
         how = {
             "unit": self._finder.unit,
@@ -116,7 +150,7 @@ class Auto(Engine):
             "replicas": 1 if self._strategy is None else self._strategy.num_replicas_in_sync,
         }
         part, devices = self._batches.parts(batch)[0], device_memory.names()
-        return key_of(steps.model, part, whole, how, limit, devices, tf.__version__)
+        return key_of(steps.model, part, whole, how, memory, devices, tf.__version__)
 
     def can_rehearse(self) -> bool:
         return bool(self._steps.can_rehearse)
@@ -125,9 +159,14 @@ class Auto(Engine):
         return bool(self._steps.shows_size or self._steps.meets)
 
     def has_begun(self) -> bool:
+        if self._holds():  # Otherwise the counter may be gone as well.
+            return not self._held.is_on
         begun = [int(part.read_value()) for part in replicas.parts(self._strategy, self._variable)]
         before, self._begun = self._begun, max(begun)
         return max(begun) > before
+
+    def why_not_again(self, message: str) -> str:
+        return checks.ran_out_in_xla(message) if self._holds() else super().why_not_again(message)
 
     def ran(self) -> None:
         self._begun += 1

@@ -52,6 +52,9 @@ class Finite(Skipping):
     def trained(self) -> List[Tensor]:
         return [ENGINE.read(variable.value) for variable in self._model.trainable_weights]
 
+    def not_trained(self) -> List[Tensor]:
+        return [ENGINE.read(each.value) for each in self._model.non_trainable_variables]
+
     def regularizers_are_finite(self) -> bool:
         weights = [variable.value for variable in self._model.trainable_weights]
         with tf.GradientTape() as tape:

@@ -5,7 +5,7 @@ that are not measured run another function, which only counts them.
 """
 
 import contextlib
-from typing import Callable, Iterator, List, Optional, Sequence
+from typing import Any, Callable, Iterator, List, Optional, Sequence
 
 from macrobatch._noise.meter import Meter
 from macrobatch._tensorflow import replicas, sums
@@ -90,6 +90,10 @@ class Turns:
     def start(self, meter: Optional[Meter]) -> None:
         """Begins with an update that is measured."""
         self._meter, self._left, self.measures = meter, 0, True
+
+    def variables(self) -> List[Any]:
+        """What steps write, to remember what was measured."""
+        return [] if self._meter is None else [self._meter.state]
 
     def of_step(self, examples: Size, trained: int) -> Nothing:
         """What a step tells, of a batch of so many examples, with so many trained variables."""

@@ -12,6 +12,7 @@ from typing import Any, Callable, Dict, List, Optional, Sequence
 import numpy as np
 import tensorflow as tf
 
+from macrobatch import _checks
 from macrobatch._batches.cut import Cut
 from macrobatch._sizes import checks, watch
 from macrobatch._sizes.peaks import peak_of
@@ -137,10 +138,10 @@ class AutoSize:
                     raise size_checks.exhausted(message) from error
                 continue
             if len(tried) > 1:
-                checks.LOG.warning(checks.shrunk(self._unit, tried, whole))
+                _checks.LOG.warning(checks.shrunk(self._unit, tried, whole))
             if search.is_settled and not was_settled:
                 line = checks.settled(self._unit, search.size, whole, search.found())
-                checks.LOG.warning(line)
+                _checks.LOG.warning(line)
             return found[0]
 
 

@@ -82,6 +82,9 @@ class Finite(Skipping):
     def trained(self) -> List[Tensor]:
         return list(self.state.trained)
 
+    def not_trained(self) -> List[Tensor]:
+        return list(self.state.others)
+
     def regularizers_are_finite(self) -> bool:
         with self.trying():
             model = ModelStep(self._model, True, ENGINE)

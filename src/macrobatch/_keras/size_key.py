@@ -1,7 +1,6 @@
 """What a size of micro-batches was found for: a model, its batches, and where it runs."""
 
 import json
-import math
 import platform
 from typing import Any, Dict, List, Optional, Sequence
 
@@ -18,7 +17,7 @@ def key_of(
     part: Batch,
     whole: int,
     how: Dict[str, Any],
-    limit: Optional[int],
+    memory: Optional[int],
     devices: Sequence[str],
     version: str,
 ) -> Dict[str, Any]:
@@ -29,7 +28,7 @@ def key_of(
         part: a batch, or the part of a replica.
         whole: the size that takes all of it at once.
         how: what the user gave, and how the model runs.
-        limit: of memory in bytes, if it is watched.
+        memory: bytes that there may be in all, whoever uses them; None if that is not known.
         devices: the names of accelerators; none on a CPU.
         version: of the backend.
     """
@@ -43,8 +42,7 @@ def key_of(
         "whole": whole,
         "how": {name: str(value) for name, value in how.items()},
         "devices": list(devices) or [platform.machine(), platform.processor()],
-        # Others take more or less all the time: by a fifth at most in one step.
-        "memory": None if limit is None else int(4 * math.log2(limit)),
+        "memory": memory,
         "versions": [macrobatch.__version__, version, keras.__version__],
     }
 

@@ -9,7 +9,7 @@ from macrobatch import _checks
 from macrobatch._keras import finite, finite_checks
 from macrobatch._keras.guard import Guard
 from macrobatch._keras.tried import Tried
-from macrobatch._types import Batch, BatchEngine, Logs, Tensor
+from macrobatch._types import Batch, BatchEngine, Logs, Tensor, Variable
 
 # Where the logs of a step tell whether it has met numbers that are not finite: more than 0.
 NOT_FINITE = "macrobatch_not_finite"
@@ -65,6 +65,10 @@ class Skipping:
         """The values of the trained variables."""
         raise NotImplementedError
 
+    def not_trained(self) -> List[Tensor]:
+        """The values of the weights that are not trained, such as statistics."""
+        raise NotImplementedError
+
     def regularizers_are_finite(self) -> bool:
         """Whether what weight regularisers add, and its gradients, are finite."""
         raise NotImplementedError
@@ -104,11 +108,14 @@ class Skipping:
         while True:
             groups = self._bad(run, examples, remaining)
             left_out += groups
+            gone = {example for group in groups for example in group}
+            if len(gone) == len(remaining):
+                # Statistics may be at fault. But not each number must be finite there.
+                _check_weights(self._model.non_trainable_variables, self.not_trained())
             self._before_again(examples.count)
             if self._guard.policy == "raise":
                 where = self._where(examples, groups)
                 raise ValueError(finite_checks.refused(groups, examples.count, where))
-            gone = {example for group in groups for example in group}
             remaining = [example for example in remaining if example not in gone]
             if not remaining:
                 break
@@ -145,10 +152,7 @@ class Skipping:
 
     def _check_state(self) -> None:
         """Raises if it is not examples that are at fault."""
-        pairs = zip(self._model.trainable_weights, self.trained())
-        names = [variable.path for variable, value in pairs if not finite.are_finite([value])]
-        if names:
-            raise ValueError(finite_checks.weights(names))
+        _check_weights(self._model.trainable_weights, self.trained())
         if not self.regularizers_are_finite():
             raise ValueError(finite_checks.regularizers())
 
@@ -211,6 +215,14 @@ def smallest_bad(
     if not found and (is_sure or is_bad(group)):
         return [group]
     return found
+
+
+def _check_weights(variables: List[Variable], values: List[Tensor]) -> None:
+    """Raises for weights that are not finite."""
+    pairs = zip(variables, values)
+    names = [variable.path for variable, value in pairs if not finite.are_finite([value])]
+    if names:
+        raise ValueError(finite_checks.weights(names))
 
 
 def _is_bad(logs: Dict[str, Any]) -> bool:

@@ -6,11 +6,10 @@ from typing import Any, Iterator, List, Sequence
 
 import keras
 import numpy as np
-from keras import tree
 
 from macrobatch import _backends, _internals
-from macrobatch._keras import model as models
 from macrobatch._keras.scope import unique
+from macrobatch._keras.written import variables_of
 from macrobatch._types import Variable
 
 
@@ -77,20 +76,3 @@ class Values:
         """Gives the variables these values again."""
         for variable, value in zip(self._variables, self._values):
             variable.assign(value)
-
-
-def variables_of(model: Any) -> List[Variable]:
-    """All variables that training may write: also those of other optimizers that a model has."""
-    optimizers = [
-        each for each in vars(model).values() if isinstance(each, keras.optimizers.Optimizer)
-    ]
-    # Metrics that were given to compile count as those of the model once it has trained.
-    given = _internals.compile_arguments(model)
-    metrics = [
-        each
-        for name in ("metrics", "weighted_metrics")
-        for each in tree.flatten(given[name])
-        if isinstance(each, keras.metrics.Metric)
-    ]
-    others = [variable for each in (*optimizers, *metrics) for variable in each.variables]
-    return [*models.variables_of(model), *models.all_variables(model), *others]

@@ -73,11 +73,14 @@ class Undo:
     def __call__(self, run: Callable[[Batch], Logs], batch: Batch) -> Logs:
         """Runs a batch. After an error all is as before, unless the batch had begun to write."""
         kept = [_Kept(each, _read(each)) for each in self._variables(batch)]
+        counter = self._begun.read_value()  # XLA writes over no value that is referred to.
         try:
             logs = run(batch)
         except Exception:
             self._take_back(kept, batch)
             raise
+        finally:
+            del counter
         self._count += 1
         return logs
 

@@ -9,7 +9,10 @@ import tempfile
 import warnings
 from typing import Any, Dict, NamedTuple, Optional
 
-SWITCH = "MACROBATCH_CACHE"  # the environment variable that switches it off, with 0
+from macrobatch._sizes.search import power_above
+
+SWITCH = "MACROBATCH_CACHE"  # the environment variable that switches it off
+OFF = ("0", "false", "off", "no")  # in any case
 
 
 class Found(NamedTuple):
@@ -45,7 +48,7 @@ def read(key: Dict[str, Any]) -> Optional[Found]:
         numbers = all(type(number) is int for number in found)
         if (
             not numbers
-            or not 1 <= found.size <= key["whole"]
+            or not 1 <= found.size <= power_above(key["whole"])
             or found.bytes < 0
             or entry["key"] != key
         ):
@@ -83,7 +86,7 @@ def write(key: Dict[str, Any], found: Found) -> None:
 
 
 def _is_on() -> bool:
-    return os.environ.get(SWITCH, "1") != "0"
+    return os.environ.get(SWITCH, "1").strip().lower() not in OFF
 
 
 def _path(key: Dict[str, Any]) -> str:

@@ -1,10 +1,6 @@
 """What is said of sizes that are found while training: errors, and lines in the log."""
 
-import logging
 from typing import Any, Sequence
-
-# Python shows warnings of a log on the terminal, if nobody has set up anything else.
-LOG = logging.getLogger("macrobatch")
 
 _LESS = (
     "What makes one example smaller: rematerialisation (keras.RematScope), mixed precision "
@@ -37,6 +33,17 @@ def ran_out_while_writing(message: str) -> str:
         "weights may have been updated. Go on from a checkpoint or a backup "
         "(keras.callbacks.BackupAndRestore), with an optimizer that keeps less (SGD, Adafactor), "
         f"or with a smaller model.\n{message}"
+    )
+
+
+def ran_out_in_xla(message: str) -> str:
+    """What to say where a compiled step ran out of memory that had fitted before."""
+    return (
+        "Memory ran out in a compiled step that had fitted before: others may have taken memory in "
+        "the meantime. XLA had been given the memory of the weights (jit_compile=True), so that "
+        "their values may be lost. Start again from a checkpoint or a backup "
+        "(keras.callbacks.BackupAndRestore), with less that runs beside, or with a smaller "
+        f"memory_limit=.\n{message}"
     )
 
 

@@ -5,6 +5,7 @@ a smaller one if it runs out of memory. No backend here: an engine says how its 
 import time
 from typing import Any, Callable, Dict, List, Optional, Tuple
 
+from macrobatch import _checks
 from macrobatch._sizes import cache, checks, watch
 from macrobatch._sizes import limit as limits
 from macrobatch._sizes.peaks import give_back, peak_of
@@ -33,6 +34,10 @@ class Engine:
         """An error of the backend's that says that there is no memory."""
         raise NotImplementedError
 
+    def compiles_each_size(self) -> bool:
+        """Whether another size is another function to compile, so that there should be few."""
+        return False
+
     def set(self, size: int) -> None:
         """Lets the next batch be cut by a size."""
         raise NotImplementedError
@@ -57,7 +62,7 @@ class Engine:
         """Waits until what a run returned is there, and all else that the run was to do."""
         raise NotImplementedError
 
-    def key(self, batch: Batch, whole: int, limit: Optional[int]) -> Dict[str, Any]:
+    def key(self, batch: Batch, whole: int, memory: Optional[int]) -> Dict[str, Any]:
         """What a size is found for: see _keras.size_key."""
         raise NotImplementedError
 
@@ -68,6 +73,10 @@ class Engine:
     def has_begun(self) -> bool:
         """Whether a batch that failed had begun to write."""
         raise NotImplementedError
+
+    def why_not_again(self, message: str) -> str:
+        """What to say of a batch that failed and had begun to write."""
+        return checks.ran_out_while_writing(message)
 
     def ran(self) -> None:
         """Hears that a batch has been run."""
@@ -107,6 +116,7 @@ class Finder:
         self._watch: Optional[watch.Watch] = None
         self._searches: List[Optional[Search]] = [None, None]  # of testing and of training
         self._key: Optional[Dict[str, Any]] = None
+        self._takes = 0  # bytes of an update with the size that was found before
         self._ran: List[int] = []  # sizes with which a batch was trained
 
     def forget(self) -> None:
@@ -145,7 +155,7 @@ class Finder:
                 break
             give_back()  # The error had all that the batch had made.
         if len(tried) > 1:
-            checks.LOG.warning(checks.shrunk(self.unit, tried, whole))
+            _checks.LOG.warning(checks.shrunk(self.unit, tried, whole))
         if training and search.is_settled and (not was_settled or len(tried) > 1):
             self._keep(search, whole, not was_settled)
         return found
@@ -163,25 +173,29 @@ class Finder:
             limit = None if self._watch is None else self._watch.limit.bytes
             power = 1 if self._in_tokens else 2
             first = self._cached(batch, whole) if training else self.size
-            found = self._searches[training] = Search(limit, training, first, power)
+            found = self._searches[training] = Search(
+                limit, training, first, power, engine.compiles_each_size()
+            )
         return found
 
     def _cached(self, batch: Batch, whole: int) -> Optional[int]:
         """The size that was found before, if it still fits."""
         watched = self._watch
-        limit = None if watched is None else watched.limit.bytes
-        self._key = self._engine.key(batch, whole, limit)
+        on_gpu = bool(self._engine.device().gpus())
+        in_all = limits.in_all(self.memory_limit, on_gpu=on_gpu)
+        self._key = self._engine.key(batch, whole, in_all)
         found = cache.read(self._key)
         if found is None or (watched and watched.before + found.bytes > watched.limit.bytes):
             return None
+        self._takes = found.bytes
         return found.size
 
     def _keep(self, search: Search, whole: int, is_new: bool) -> None:
         """Says what was found, and keeps it for other runs."""
         if is_new:
             line = checks.settled(self.unit, search.size, whole, search.found())
-            checks.LOG.warning(line)
-        takes = 0
+            _checks.LOG.warning(line)
+        takes = self._takes
         if self._watch is not None and search.has_peaks:
             takes = max(0, search.expects(search.size) - self._watch.before)
         if self._key is not None:
@@ -212,7 +226,7 @@ class Finder:
             message = str(error)
             engine.check_workers(message)
             if engine.has_begun():
-                raise engine.exhausted(checks.ran_out_while_writing(message)) from error
+                raise engine.exhausted(engine.why_not_again(message)) from error
             if not search.ran_out():
                 raise engine.exhausted(checks.ran_out_at_one(self.unit, message)) from error
             return None

@@ -197,6 +197,24 @@ def available(machine: Machine = THIS) -> Limit:
     return min(found)
 
 
+def in_all(given: MemoryLimit, machine: Machine = THIS, on_gpu: bool = False) -> Optional[int]:
+    """How much memory there may be, whatever others use of it: the same number in each run.
+
+    Args:
+        given: what the user gave.
+        machine: where to look.
+        on_gpu: whether it is the memory of a GPU, which its name tells.
+    """
+    size = parsed(given)
+    if isinstance(size, int):
+        return size
+    there = [None] if on_gpu else [_whole(machine), address_space()]
+    whole = min((each for each in there if each is not None), default=None)
+    if whole is None:  # of a fraction, the percentage
+        return None if size is None else int(100 * size)
+    return whole if size is None else int(size * whole)
+
+
 def _whole(machine: Machine) -> Optional[int]:
     """All memory of the machine, or of the container, whoever uses it."""
     if machine.platform == "linux":

@@ -6,7 +6,9 @@
     timing    those that are left, in turns, until one of them is the fastest
     settled   that one. If a batch runs out of memory: the next smaller one
 
-A size is a power of two or the whole batch: of examples, or of tokens.
+A size is a power of two or the whole batch: of examples, or of tokens. Where each size is compiled,
+few are looked at: only powers of two, of which the largest takes the whole batch, and smaller ones
+only as long as each is faster than all before it.
 """
 
 import statistics
@@ -19,6 +21,11 @@ ROUNDS = 3, 7  # how many updates each size is timed for: at least, at most
 SLOWER = 1.05  # a size that takes so much longer than the fastest is out
 FAR_SLOWER = 1.3  # twice in a row: then sizes that are smaller still are not looked at
 AS_FAST = 1.01  # of sizes that differ less, the smallest is taken: it needs the least memory
+
+
+def power_above(batch: int) -> int:
+    """The smallest power of two that is not less."""
+    return 1 << max(0, batch - 1).bit_length()
 
 
 class Peak(NamedTuple):
@@ -43,6 +50,7 @@ class Search:
         looks: bool = True,
         first: Optional[int] = None,
         power: int = 2,
+        is_compiled: bool = False,
     ):
         """Starts a search.
 
@@ -51,9 +59,11 @@ class Search:
             looks: whether it looks for the fastest size.
             first: a size that was found before, with which it has settled.
             power: what an example of twice the extent takes is at most 2 to this power as much.
+            is_compiled: whether each size is compiled anew.
         """
         self._limit, self.looks, self._first, self._power = limit, looks, first, power
-        self._most, self._extent = 0, 0.0
+        self._is_compiled = is_compiled
+        self._batch, self._most, self._extent = 0, 0, 0.0
         self._failed: Optional[int] = None
         self._peaks: Dict[int, Peak] = {}
         self._beyond = 0  # bytes that an update takes beyond its rehearsal
@@ -91,7 +101,8 @@ class Search:
             batch: the size that takes all of it at once.
             extent: how much one example is.
         """
-        self._extent = max(self._extent, extent)
+        self._extent, self._batch = max(self._extent, extent), max(self._batch, batch)
+        batch = power_above(batch) if self._is_compiled else batch
         if batch > self._most:
             was_whole = self.size >= self._most
             self._most = batch
@@ -159,7 +170,7 @@ class Search:
             done = self._first is not None or not self.looks
             self._start("settled" if done else "ranging")
             self._warm = [self.size]
-        elif self.times and seconds is not None and batch >= 0.9 * self._most:
+        elif self.times and seconds is not None and batch >= 0.9 * self._batch:
             if self.size not in self._warm:  # It may have been traced, compiled and planned.
                 self._warm.append(self.size)
             else:
@@ -180,7 +191,12 @@ class Search:
         self._seconds = {s: each for s, each in self._seconds.items() if s < self._failed}
         if self._phase == "timing" and not self._contenders:
             self._start("settled")
-        return self._failed > 1
+        if self._failed > 1:
+            return True
+        # A smaller batch may fit.
+        self._failed, self._batch, self._most, self._extent = None, 0, 0, 0.0
+        self._start("fitting")
+        return False
 
     def fits(self, size: int) -> bool:
         """Whether a size is known, or expected, to fit."""
@@ -218,7 +234,7 @@ class Search:
         if self._phase == "fitting":
             return max(allowed)
         if self._phase == "ranging":
-            if len(self._seconds.get(self.size, ())) == 1 and self._is_far_slower(self.size):
+            if len(self._seconds.get(self.size, ())) == 1 and self._is_enough(self.size):
                 return self.size
             untimed = [size for size in allowed if size not in self._seconds]
             return max(untimed, default=max(allowed))
@@ -230,7 +246,7 @@ class Search:
     def _judge(self) -> None:
         if self._phase == "ranging":
             twice = len(self._seconds[self.size]) > 1
-            if self.size == 1 or (twice and self._is_far_slower(self.size)):
+            if self.size == 1 or (twice and self._is_enough(self.size)):
                 kept = [size for size in self._seconds if not self._is_far_slower(size)]
                 self._phase, self._contenders = "timing", sorted(kept)
         if self._phase != "timing":
@@ -244,6 +260,13 @@ class Search:
         if len(self._contenders) == 1 or min(counts) >= ROUNDS[1]:
             self.size = min(size for size in self._contenders if medians[size] <= AS_FAST * best)
             self._phase = "settled"
+
+    def _is_enough(self, size: int) -> bool:
+        """Whether a size that was timed shows that smaller ones need not be looked at."""
+        if not self._is_compiled:
+            return self._is_far_slower(size)
+        larger = [min(each) for other, each in self._seconds.items() if other > size]
+        return bool(larger) and SLOWER * min(self._seconds[size]) > min(larger)
 
     def _is_far_slower(self, size: int) -> bool:
         best = min(map(min, self._seconds.values()))

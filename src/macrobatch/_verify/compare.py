@@ -16,8 +16,9 @@ from macrobatch._keras.installed import accumulation_of
 from macrobatch._keras.report import overrides
 from macrobatch._keras.scope import is_seed, without
 from macrobatch._keras.trials import Seen
+from macrobatch._keras.written import variables_of
 from macrobatch._no_trace.compiled import value_of
-from macrobatch._no_trace.unchanged import Values, variables_of
+from macrobatch._no_trace.unchanged import Values
 from macrobatch._verify.replay import Replay
 from macrobatch._verify.report import Difference
 from macrobatch._verify.subject import Subject
