@@ -15,6 +15,7 @@ The ways in, one file each:
 The rooms, in the order of the data flow. A room imports only from those above it:
 
     _types, _checks, _internals  names of what passes; messages; private names of Keras, TensorFlow
+    _engine                      what a backend offers to the arithmetic
     _optimizer_checks, _loop_checks  what is checked of optimizers and of loops, on any backend
     _backends                    the backends of Keras, and the room of each: the one table
     _batches                     batch -> micro-batches, in order or by length
@@ -33,7 +34,7 @@ The rooms, in the order of the data flow. A room imports only from those above i
     _no_trace                    work on a user's model that leaves no trace
     _run                         scripts and notebooks, each fit() of which is accumulated
 
-_batches and _keras import no engine: one is passed in (_types.Engine).
+_batches and _keras import no engine: one is passed in (_engine.Engine).
 """
 
 import importlib as _importlib

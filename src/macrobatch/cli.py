@@ -7,6 +7,7 @@ Nothing here uses TensorFlow, which takes seconds to import.
 import argparse
 import difflib
 import os
+import re
 import sys
 from typing import Any, Dict, List, Optional, Sequence
 
@@ -39,7 +40,7 @@ def main(arguments: Optional[Sequence[str]] = None) -> int:
 
 def _refuse(parser: argparse.ArgumentParser, unknown: str) -> None:
     """Ends with what to say of an option that there is not."""
-    known = [option for action in parser._actions for option in action.option_strings]
+    known = re.findall(r"--[a-z-]+", parser.format_help())
     alike = difflib.get_close_matches(unknown.split("=")[0], known, 1)
     hint = f" Did you mean {alike[0]}?" if alike else ""
     parser.error(f"there is no option {unknown}.{hint} Options of a script come after the script.")

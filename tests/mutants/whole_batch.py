@@ -10,7 +10,7 @@ STEP, STAGES = "_keras/whole_batch.py", "_keras/two_stages.py"
 MUTANTS = [
     Mutant(
         "whole: a gradient flows through what is assigned",
-        "_types.py",
+        "_engine.py",
         "        return ops.stop_gradient(value)\n",
         "        return value\n",
         ("fit/test_whole_batch.py::test_no_gradient_flows_through_what_the_loss_assigns",),

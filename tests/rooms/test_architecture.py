@@ -13,7 +13,10 @@ FILES = {
 }
 
 # Who may import whom. A room may always import from itself.
-SHARED = {"_types", "_checks", "_internals", "_backends", "_optimizer_checks", "_loop_checks"}
+SHARED = {
+    *("_types", "_engine", "_checks", "_internals", "_backends"),
+    *("_optimizer_checks", "_loop_checks"),
+}
 MAY_IMPORT = {
     "_backends": {"_checks"},
     "_optimizer_checks": {"_internals"},
@@ -22,6 +25,7 @@ MAY_IMPORT = {
     "_jax": {*SHARED, "_batches", "_keras", "_noise", "_shown", "_sizes", "_found_sizes"},
     "_torch": {*SHARED, "_batches", "_keras", "_noise", "_shown", "_sizes", "_found_sizes"},
     "_types": set(),
+    "_engine": {"_types"},
     "_checks": set(),
     "_internals": set(),
     "_tensorflow": SHARED,
@@ -82,6 +86,7 @@ MAY_IMPORT = {
 # What runs on TensorFlow 1.14, where there is no Keras 3.
 ON_TENSORFLOW_1 = {
     "_types",
+    "_engine",
     "_checks",
     "_backends",
     "_optimizer_checks",
@@ -160,7 +165,7 @@ def test_each_backend_is_in_its_engine_only(module):
 # What `accumulate` needs before it knows the backend.
 NEUTRAL = [
     *("_accumulate", "_batches", "_keras", "_sizes", "_found_sizes", "_no_trace", "_verify"),
-    *("_checks", "_backends", "_types", "_internals"),
+    *("_checks", "_backends", "_types", "_engine", "_internals"),
 ]
 
 

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
+from macrobatch._engine import BatchEngine
 from macrobatch._keras import comparison, meeting
-from macrobatch._types import BatchEngine
 
 
 class Slicing(BatchEngine):

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
+from macrobatch._engine import Engine
 from macrobatch._keras import report
 from macrobatch._keras.model import ModelStep
 from macrobatch._keras.whole_batch import Outputs, WholeBatchStep
-from macrobatch._types import Engine, Whole
+from macrobatch._types import Whole
 
 X = np.random.default_rng(0).normal(size=(6, 4))
 Y = np.random.default_rng(1).normal(size=(6, 2))

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 from keras import layers, ops
 
+from macrobatch._engine import Engine
 from macrobatch._keras import batch_norm
 from macrobatch._keras.batch_norm import Moments
 from macrobatch._keras.scope import Written
-from macrobatch._types import Engine
 
 
 @pytest.fixture(autouse=True)

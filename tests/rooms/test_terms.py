@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from keras import layers, losses, ops
 
+from macrobatch._engine import Engine
 from macrobatch._keras import probes, report
 from macrobatch._keras.losses import (
     Count,
@@ -16,7 +17,7 @@ from macrobatch._keras.losses import (
 )
 from macrobatch._keras.model import ModelStep
 from macrobatch._keras.probes import activity_losses_are_means, mask_padding
-from macrobatch._types import Engine, Whole
+from macrobatch._types import Whole
 
 Y_TRUE = np.random.default_rng(0).normal(size=(6, 4, 2))
 Y_PRED = np.random.default_rng(1).normal(size=(6, 4, 2))

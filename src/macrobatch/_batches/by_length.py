@@ -23,7 +23,8 @@ from macrobatch._batches.sequences import (
     size_along,
     smaller,
 )
-from macrobatch._types import Batch, BatchEngine, MicroBatches, Run, Size, Tensor
+from macrobatch._engine import BatchEngine
+from macrobatch._types import Batch, MicroBatches, Run, Size, Tensor
 
 # XLA compiles for each shape, so lengths are rounded up to one of these: by a fifth on average.
 BUCKETS = [size for power in range(3, 30) for size in (2**power, 3 * 2 ** (power - 1))]

@@ -6,7 +6,8 @@ from macrobatch._batches import checks
 from macrobatch._batches.by_length import ByLength, given_lengths
 from macrobatch._batches.in_order import InOrder
 from macrobatch._batches.sequences import Memory, Sequences
-from macrobatch._types import Batch, BatchEngine, MicroBatches, Size, Tensor
+from macrobatch._engine import BatchEngine
+from macrobatch._types import Batch, MicroBatches, Size, Tensor
 
 
 class Chosen(Protocol):

@@ -6,7 +6,8 @@ from typing import List, Sequence
 
 from keras import ops, tree
 
-from macrobatch._types import Batch, BatchEngine
+from macrobatch._engine import BatchEngine
+from macrobatch._types import Batch
 
 
 class Examples:

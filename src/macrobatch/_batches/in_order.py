@@ -7,7 +7,8 @@ from keras import ops, tree
 from macrobatch._batches import checks
 from macrobatch._batches.nests import mapped
 from macrobatch._batches.sequences import larger, smaller
-from macrobatch._types import Batch, BatchEngine, MicroBatches, Run, Size
+from macrobatch._engine import BatchEngine
+from macrobatch._types import Batch, MicroBatches, Run, Size
 
 
 def checked(batch: Batch, engine: BatchEngine, may_be_empty: bool = False) -> Tuple[Batch, Size]:

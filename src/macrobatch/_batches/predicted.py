@@ -9,7 +9,8 @@ from keras import ops, tree
 
 from macrobatch._batches import in_order
 from macrobatch._batches.cut import Cut
-from macrobatch._types import Batch, BatchEngine, Size
+from macrobatch._engine import BatchEngine
+from macrobatch._types import Batch, Size
 
 # A function of the inputs of a micro-batch.
 Predict = Callable[[Batch], Any]

@@ -6,7 +6,8 @@ from typing import Any, Dict, Iterable, List, Optional, Sequence, Tuple, Union
 from keras import ops, tree
 
 from macrobatch._batches import checks
-from macrobatch._types import Batch, BatchEngine, Size, Tensor
+from macrobatch._engine import BatchEngine
+from macrobatch._types import Batch, Size, Tensor
 
 # Whether something holds: known now, or when the graph runs.
 Truth = Union[bool, Tensor]

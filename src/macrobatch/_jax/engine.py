@@ -11,7 +11,8 @@ from jax import lax
 from jax import numpy as jnp
 from keras import tree
 
-from macrobatch._types import Batch, BatchEngine, Check, Size, Tensor
+from macrobatch._engine import BatchEngine
+from macrobatch._types import Batch, Check, Size, Tensor
 
 
 class Devices(NamedTuple):

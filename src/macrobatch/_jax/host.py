@@ -7,7 +7,8 @@ import keras
 import numpy as np
 from keras import tree
 
-from macrobatch._types import Batch, BatchEngine, Size, Tensor
+from macrobatch._engine import BatchEngine
+from macrobatch._types import Batch, Size, Tensor
 
 
 class Host(BatchEngine):

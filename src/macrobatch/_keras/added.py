@@ -6,10 +6,11 @@ import keras
 from keras import ops
 
 from macrobatch import _internals
+from macrobatch._engine import Engine
 from macrobatch._keras import batch_norm
 from macrobatch._keras.probes import activity_losses_are_means
 from macrobatch._keras.scope import Written
-from macrobatch._types import Batch, Engine, Size, Tensor
+from macrobatch._types import Batch, Size, Tensor
 
 
 class Added(NamedTuple):

@@ -12,7 +12,8 @@ import keras
 from keras import ops
 
 from macrobatch import _internals
-from macrobatch._types import Engine, Tensor, Variable
+from macrobatch._engine import Engine
+from macrobatch._types import Tensor, Variable
 
 
 class Moments(NamedTuple):

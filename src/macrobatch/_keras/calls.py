@@ -9,7 +9,8 @@ import keras
 from keras import ops, tree
 
 from macrobatch import _internals
-from macrobatch._types import BatchEngine, Tensor
+from macrobatch._engine import BatchEngine
+from macrobatch._types import Tensor
 
 # For calls by the order in which they start: for each of several runs, what comes out instead.
 Outputs = Dict[int, List[List[Tensor]]]

@@ -5,9 +5,10 @@ from typing import Any, List, Sequence
 import keras
 from keras import ops, tree
 
+from macrobatch._engine import BatchEngine
 from macrobatch._keras import calls
 from macrobatch._keras.tried import LOSS, Tried
-from macrobatch._types import Batch, BatchEngine, Gradient, Tensor
+from macrobatch._types import Batch, Gradient, Tensor
 
 
 def first_place(tried: Tried, micro_batch: Batch, engine: BatchEngine) -> str:

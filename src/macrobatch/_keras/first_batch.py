@@ -7,11 +7,12 @@ from typing import Any, Callable, Iterator, List, Optional
 from keras import tree
 
 from macrobatch import _checks, _internals
+from macrobatch._engine import BatchEngine
 from macrobatch._keras import comparison, meeting, meeting_checks
 from macrobatch._keras import model as models
 from macrobatch._keras.sequences import low_precision
 from macrobatch._keras.tried import Tried
-from macrobatch._types import Batch, BatchEngine
+from macrobatch._types import Batch
 
 
 class FirstBatch:

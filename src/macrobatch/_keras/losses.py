@@ -17,10 +17,11 @@ from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Set
 from keras import ops
 
 from macrobatch import _internals
+from macrobatch._engine import Engine
 from macrobatch._keras import checks
 from macrobatch._keras.added import Added
 from macrobatch._keras.probes import mask_padding
-from macrobatch._types import Engine, Size, Tensor
+from macrobatch._types import Size, Tensor
 
 # The reductions that divide by the number of elements, or of unmasked ones.
 COUNTING = ("sum_over_batch_size", "mean")

@@ -13,9 +13,10 @@ from typing import Callable, Iterable, List, NamedTuple, Optional, Sequence
 
 from keras import tree
 
+from macrobatch._engine import BatchEngine
 from macrobatch._keras import batch_norm, calls, pieces
 from macrobatch._keras.comparison import NAMED, Comparison, Found, Groups
-from macrobatch._types import Batch, BatchEngine, Tensor
+from macrobatch._types import Batch, Tensor
 
 # Examples in a micro-batch of the trial. Of too few, none may have a partner, or lack room. Without
 # gradients, some are in less memory than one is in training.

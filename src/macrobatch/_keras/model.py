@@ -9,11 +9,12 @@ import keras
 from keras import ops, tree
 
 from macrobatch import _internals
+from macrobatch._engine import Engine
 from macrobatch._keras import batch_norm, checks, losses, report, sequences, stateless
 from macrobatch._keras.added import AddedLosses
 from macrobatch._keras.report import overrides
 from macrobatch._keras.scope import Scope, Written, is_seed, without
-from macrobatch._types import Batch, Engine, Logs, Tensor, Variable, Whole, names
+from macrobatch._types import Batch, Logs, Tensor, Variable, Whole, names
 
 # Of a micro-batch: what fraction of the positions that have some weights was not cut off.
 UncutFraction = Callable[[Batch, Tensor], Any]

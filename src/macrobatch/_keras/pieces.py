@@ -14,9 +14,10 @@ from typing import Any, Callable, List, NamedTuple, Optional, Sequence
 import keras
 from keras import tree
 
+from macrobatch._engine import BatchEngine
 from macrobatch._keras import calls
 from macrobatch._keras.comparison import COARSE, NAMED, Found, Groups
-from macrobatch._types import Batch, BatchEngine, Tensor
+from macrobatch._types import Batch, Tensor
 
 # Differences over the largest number. What divides by the number of examples is off by a half.
 TOLERANCE, OF_COARSE = 1e-2, COARSE.spread

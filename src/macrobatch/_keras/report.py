@@ -7,10 +7,11 @@ from keras import ops
 
 from macrobatch import _internals
 from macrobatch._checks import warn_once
+from macrobatch._engine import Engine
 from macrobatch._keras import checks
 from macrobatch._keras.losses import Count, Term
 from macrobatch._keras.scope import Scope, shared
-from macrobatch._types import Engine, Logs, Size, Tensor, Variable
+from macrobatch._types import Logs, Size, Tensor, Variable
 
 
 class Reported(NamedTuple):

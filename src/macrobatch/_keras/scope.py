@@ -9,8 +9,9 @@ from typing import Any, Callable, Dict, Iterable, Iterator, List, Optional, Sequ
 import keras
 
 from macrobatch import _internals
+from macrobatch._engine import Engine
 from macrobatch._keras import batch_norm, checks
-from macrobatch._types import Engine, Tensor, Variable
+from macrobatch._types import Tensor, Variable
 
 
 class Scope(keras.StatelessScope):

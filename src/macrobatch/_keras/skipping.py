@@ -6,10 +6,11 @@ import contextlib
 from typing import Any, Callable, ContextManager, Dict, Iterator, List, Set
 
 from macrobatch import _checks
+from macrobatch._engine import BatchEngine
 from macrobatch._keras import finite, finite_checks
 from macrobatch._keras.guard import Guard
 from macrobatch._keras.tried import Tried
-from macrobatch._types import Batch, BatchEngine, Logs, Tensor, Variable
+from macrobatch._types import Batch, Logs, Tensor, Variable
 
 # Where the logs of a step tell whether it has met numbers that are not finite: more than 0.
 NOT_FINITE = "macrobatch_not_finite"

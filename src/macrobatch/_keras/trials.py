@@ -9,10 +9,11 @@ from typing import Any, ContextManager, Dict, Iterator, List, Tuple
 import keras
 from keras import ops, tree
 
+from macrobatch._engine import BatchEngine
 from macrobatch._keras import meeting
 from macrobatch._keras.comparison import Groups
 from macrobatch._keras.tried import Tried
-from macrobatch._types import Batch, BatchEngine, Gradient, Variable
+from macrobatch._types import Batch, Gradient, Variable
 
 # Of each gradient that an optimizer gets: the id of its variable, and whether it came as rows.
 Seen = List[Tuple[int, bool]]

@@ -7,13 +7,14 @@ import keras
 from keras import ops, tree
 
 from macrobatch import _internals
+from macrobatch._engine import BatchEngine
 from macrobatch._keras import batch_norm, meeting, meeting_checks, report
 from macrobatch._keras.added import added_losses
 from macrobatch._keras.comparison import Found, Groups
 from macrobatch._keras.model import ModelStep
 from macrobatch._keras.pieces import Pieces
 from macrobatch._keras.scope import Scope, unique
-from macrobatch._types import Batch, BatchEngine, Whole
+from macrobatch._types import Batch, Whole
 
 # Kinds of values. A value is known by its kind and a place.
 PREDICTIONS, LOSS, VALUES = "predictions", "loss", "values"

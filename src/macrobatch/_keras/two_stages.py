@@ -4,9 +4,10 @@ replicas the loss is computed on each, of the same values.
 
 from typing import Any, Callable, Iterable, List, Optional, Sequence
 
+from macrobatch._engine import Engine
 from macrobatch._keras import stateless
 from macrobatch._keras.scope import Written, is_part, shared
-from macrobatch._types import Engine, Tensor, Variable
+from macrobatch._types import Tensor, Variable
 
 
 class TwoStages:

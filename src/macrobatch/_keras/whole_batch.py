@@ -9,6 +9,7 @@ import keras
 from keras import ops, tree
 
 from macrobatch import _internals
+from macrobatch._engine import Engine
 from macrobatch._keras import checks, stateless
 from macrobatch._keras.added import AddedLosses
 from macrobatch._keras.losses import share_of
@@ -16,7 +17,7 @@ from macrobatch._keras.model import unexplained, variables_of
 from macrobatch._keras.report import overrides
 from macrobatch._keras.scope import without
 from macrobatch._keras.two_stages import TwoStages
-from macrobatch._types import Batch, Engine, Forward, Logs, Size, Tensor, Variable, Whole, names
+from macrobatch._types import Batch, Forward, Logs, Size, Tensor, Variable, Whole, names
 
 
 class Outputs(NamedTuple):

@@ -6,9 +6,10 @@ from typing import Any, Dict, List, Optional
 import keras
 from keras import ops
 
+from macrobatch._engine import BatchEngine
 from macrobatch._keras import noise
 from macrobatch._keras.noise import Squares
-from macrobatch._types import BatchEngine, Tensor
+from macrobatch._types import Tensor
 
 
 class HostMeter:

@@ -4,8 +4,9 @@ from typing import Any, Callable, List, Tuple
 
 import tensorflow as tf
 
+from macrobatch._engine import BatchEngine
 from macrobatch._tensorflow import graph, leaves, replicas
-from macrobatch._types import Batch, BatchEngine, Check, Size, Tensor
+from macrobatch._types import Batch, Check, Size, Tensor
 
 
 class TensorFlow(BatchEngine):

@@ -8,7 +8,8 @@ import torch
 from keras import ops, tree
 
 from macrobatch._batches.nests import mapped
-from macrobatch._types import Batch, BatchEngine, Size, Tensor
+from macrobatch._engine import BatchEngine
+from macrobatch._types import Batch, Size, Tensor
 
 
 class Torch(BatchEngine):
