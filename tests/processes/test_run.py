@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 from support import thorough
+from test_accumulator_everywhere import mirrored
 
 import macrobatch
 from macrobatch import cli
@@ -247,6 +248,46 @@ def test_a_model_that_is_not_compiled():
             model.fit(np.ones([4, 3]), np.ones([4, 1]), verbose=0)
     finally:
         watching.uninstall()
+
+
+class Failing(keras.callbacks.Callback):
+    def on_train_batch_end(self, batch, logs=None):
+        raise ValueError("from a callback")
+
+
+@pytest.mark.parametrize(
+    ("width", "callbacks", "message"),
+    [(3, [Failing()], "from a callback"), (4, [], "expected axis -1 of input shape")],
+)
+def test_errors_of_the_script_are_its_own(width, callbacks, message):
+    """There is no warning, and no frame of macrobatch in the traceback."""
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    watching = hook.Hook({"micro_batch_size": 2})
+    watching.install()
+    try:
+        with pytest.raises(ValueError, match=message) as caught:
+            model.fit(np.ones([4, width]), np.ones([4, 1]), verbose=0, callbacks=callbacks)
+    finally:
+        watching.uninstall()
+    hook.without_own_frames(caught.value)
+    modules = [entry.frame.f_globals["__name__"] for entry in caught.traceback]
+    assert __name__ in modules
+    assert not [name for name in modules if name.startswith("macrobatch.")]
+
+
+def test_a_model_on_replicas():
+    """The number of updates of an optimizer on replicas is no number of Python."""
+    with mirrored(2).scope():
+        model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    watching = hook.Hook({"micro_batch_size": 2})
+    watching.install()
+    try:
+        model.fit(np.ones([8, 3]), np.ones([8, 1]), batch_size=8, verbose=0)
+    finally:
+        watching.uninstall()
+    assert watching.fits.summary().startswith("1 batch, ")
 
 
 FAKE_KERAS = """

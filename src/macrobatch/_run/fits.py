@@ -1,9 +1,7 @@
 """What is done at each `fit` of a script that knows nothing of macrobatch."""
 
 import inspect
-import os
 import sys
-import traceback
 import types
 import weakref
 from typing import Any, Callable, Dict, List
@@ -15,9 +13,8 @@ from macrobatch import _backends, _checks, _internals
 from macrobatch._accumulate import accumulate, release
 from macrobatch._keras import model_checks
 from macrobatch._keras.installed import accumulation_of, going_on_with
+from macrobatch._run.hook import is_raised_here
 from macrobatch._sizes import limit, peaks
-
-_PACKAGE = os.path.dirname(os.path.abspath(macrobatch.__file__)) + os.sep
 
 
 class Fits:
@@ -77,7 +74,8 @@ class Fits:
         """What was run, in one line."""
         found = [ran.totals() for ran in self._ran]
         totals = [sum(each[i] for each in found) for i in range(2)]
-        parts = [f"{totals[0]} batches", f"{totals[1]} micro-batches"]
+        names = ("batch", "micro-batch")
+        parts = [f"{n} {name}{'es' * (n != 1)}" for n, name in zip(totals, names)]
         if self._models > len(self._ran):
             parts = [f"{self._models} accumulated model" + "s" * (self._models > 1)]
         elif not totals[0]:
@@ -132,7 +130,7 @@ class Fits:
 def _updates(model: Any) -> int:
     """How many updates a model's optimizer has made."""
     optimizer = getattr(model, "optimizer", None)  # A model that is not compiled has none.
-    return 0 if optimizer is None else int(optimizer.iterations)
+    return 0 if optimizer is None else int(optimizer.iterations.numpy())  # also of replicas
 
 
 def _again(first: Any, rest: Any) -> Any:
@@ -150,8 +148,7 @@ def _is_refusal(error: ValueError) -> bool:
     """Whether macrobatch itself has raised an error, and neither Keras nor the script."""
     if isinstance(error, _checks.Refused):
         return True
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and os.path.abspath(frames[-1].filename).startswith(_PACKAGE)
+    return is_raised_here(error.__traceback__)
 
 
 def _say_plain(model: Any, error: ValueError) -> None:

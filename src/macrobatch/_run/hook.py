@@ -8,6 +8,7 @@ import contextlib
 import functools
 import importlib.machinery
 import importlib.util
+import linecache
 import sys
 from typing import Any, Dict, Iterator, List, Optional
 
@@ -141,6 +142,23 @@ def _stripped(traceback: Any) -> Any:
         traceback = traceback.tb_next
     while frames and frames[0].tb_frame.f_globals.get("__name__") == "runpy":
         frames.pop(0)
+    if not is_raised_here(frames[-1] if frames else None):
+        frames = [frame for frame in frames if not _is_of_package(frame)]
     for frame, following in zip(frames, [*frames[1:], None]):
         frame.tb_next = following
     return frames[0] if frames else None
+
+
+def is_raised_here(traceback: Any) -> bool:
+    """Whether macrobatch itself has raised an error, and neither Keras nor the script."""
+    if traceback is None:
+        return False
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    # Keras takes its own frames out: then the last one is where a model or a layer was called.
+    name, code = traceback.tb_frame.f_code.co_filename, traceback.tb_lineno
+    return _is_of_package(traceback) and linecache.getline(name, code).strip().startswith("raise ")
+
+
+def _is_of_package(frame: Any) -> bool:
+    return str(frame.tb_frame.f_globals.get("__name__")).startswith("macrobatch.")
