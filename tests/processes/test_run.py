@@ -132,13 +132,13 @@ model.compile("adam", "mse", run_eagerly=True)
 """
 
 
-@pytest.mark.parametrize("size", ["10", "auto"])
-def test_a_model_with_a_fit_of_its_own(tmp_path, size):
+@pytest.mark.parametrize("options", [["10", "--verify"], pytest.param(["auto"], marks=thorough)])
+def test_a_model_with_a_fit_of_its_own(tmp_path, options):
     """Its own fit, which calls Keras', is called once."""
     script = small(tmp_path, before=OWN_FIT)
     plain, run = tmp_path / "plain.weights.h5", tmp_path / "run.weights.h5"
     assert fresh.run(script, plain, folder=tmp_path).returncode == 0
-    result = fresh.run(script, run, folder=tmp_path, through=["--micro-batch-size", size])
+    result = fresh.run(script, run, folder=tmp_path, through=["--micro-batch-size", *options])
     assert result.returncode == 0, result.stderr
     assert_same_weights(plain, run)
 
@@ -274,6 +274,30 @@ def test_errors_of_the_script_are_its_own(width, callbacks, message):
     modules = [entry.frame.f_globals["__name__"] for entry in caught.traceback]
     assert __name__ in modules
     assert not [name for name in modules if name.startswith("macrobatch.")]
+
+
+class OfParts(keras.Model):
+    """Has no weights before it runs, and nobody can copy it."""
+
+    def __init__(self, part):
+        super().__init__()
+        self.part = part
+
+    def call(self, x):
+        return self.part(x)
+
+
+def test_a_model_that_cannot_be_verified_is_trained():
+    model = OfParts(keras.layers.Dense(1))
+    model.compile("sgd", "mse", run_eagerly=True)
+    watching = hook.Hook({"micro_batch_size": 2, "verify": "stop"})
+    watching.install()
+    try:
+        with pytest.warns(UserWarning, match=r"cannot be verified, and is trained.*no weights"):
+            model.fit(np.ones([4, 3]), np.ones([4, 1]), batch_size=4, verbose=0)
+    finally:
+        watching.uninstall()
+    assert int(model.optimizer.iterations) == 1
 
 
 def test_a_model_on_replicas():

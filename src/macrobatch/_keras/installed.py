@@ -4,6 +4,8 @@ import contextlib
 import contextvars
 from typing import Any, Callable, Dict, Iterator
 
+import keras
+
 from macrobatch import _checks, _internals
 from macrobatch._keras import model_checks
 
@@ -71,6 +73,16 @@ def going_on_with(model: Any, fit: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         _called.reset(token)
+
+
+def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Trains a model as Keras does, whatever `fit` its class has; accumulated, if the model is."""
+    plain = keras.Model.fit
+    own = vars(model).get("fit") if accumulation_of(model) is not None else None
+    if own is None:
+        return plain(model, *args, **kwargs)
+    with going_on_with(model, plain):
+        return own(*args, **kwargs)
 
 
 def accumulation_of(model: Any) -> Any:

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from macrobatch import _internals
 from macrobatch._accumulate import accumulate
+from macrobatch._keras import installed
 from macrobatch._no_trace.twin import twin
 from macrobatch._types import Batch
 
@@ -70,7 +71,7 @@ class Trial:
 
     def start(self) -> None:
         """The first update, by `fit` itself, and one or two more that are timed."""
-        self._model.fit(self._data, steps_per_epoch=1, shuffle=False, verbose=0)
+        installed.fit(self._model, self._data, steps_per_epoch=1, shuffle=False, verbose=0)
         self._iterator = iter(self._data)
         self.update()
         if self.seconds[0] < LONG:

@@ -12,7 +12,7 @@ import numpy as np
 from macrobatch import _backends
 from macrobatch._accumulate import accumulate, release
 from macrobatch._checks import ExactnessWarning
-from macrobatch._keras.installed import accumulation_of
+from macrobatch._keras import installed
 from macrobatch._keras.report import overrides
 from macrobatch._keras.scope import is_seed, without
 from macrobatch._keras.trials import Seen
@@ -131,7 +131,7 @@ class Runs:
         """The update of `accumulate` with these settings."""
         self.model.train_function = None  # or accumulate would make another one, and start a trial
         accumulate(self.model, **settings)
-        accumulation = accumulation_of(self.model)
+        accumulation = installed.accumulation_of(self.model)
         assert accumulation is not None
         # It is tried for its own sake, except in a step of the user's own.
         accumulation.meeting.is_wanted = self.is_own
@@ -161,7 +161,7 @@ class Runs:
         self._gradients.forget()
         with self.running(context), self._recording(seen, as_keras_does):
             # With fit: a train step of the user's own may rely on how fit packs a batch.
-            logs = self.model.fit(self._trials.data_of(batch), verbose=0).history
+            logs = installed.fit(self.model, self._trials.data_of(batch), verbose=0).history
             trained = {id(variable) for variable in self._trained.values()}
             told = any(variable in trained for variable, _ in seen)
             return Outcome(
