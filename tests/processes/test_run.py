@@ -300,6 +300,19 @@ def test_a_model_that_cannot_be_verified_is_trained():
     assert int(model.optimizer.iterations) == 1
 
 
+def test_history_is_that_of_keras():
+    """Scripts may take it apart. What was found is logged."""
+    model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    watching = hook.Hook({"micro_batch_size": "auto"})
+    watching.install()
+    try:
+        history = model.fit(np.ones([8, 3]), np.ones([8, 1]), batch_size=4, verbose=0).history
+    finally:
+        watching.uninstall()
+    assert list(history) == ["loss"]
+
+
 def test_a_model_on_replicas():
     """The number of updates of an optimizer on replicas is no number of Python."""
     with mirrored(2).scope():

@@ -15,9 +15,11 @@ class Chosen(Protocol):
 
     Attributes:
         in_tokens: whether it is examples times the longest of them, and not examples.
+        current: the size of now, as a number, where there is one.
     """
 
     in_tokens: bool
+    current: Any
 
     def now(self) -> Size:
         """The size of now: of a graph that can run with any size, a tensor."""
@@ -46,6 +48,13 @@ class Cut(NamedTuple):
             return self.size, self.tokens
         now = self.chosen.now()
         return (None, now) if self.chosen.in_tokens else (now, None)
+
+    def named(self) -> Tuple[str, Optional[int]]:
+        """The size of now, and what it is called."""
+        size, tokens, chosen = self.size, self.tokens, self.chosen
+        if chosen is not None:
+            size, tokens = (None, chosen.current) if chosen.in_tokens else (chosen.current, None)
+        return ("micro_batch_tokens", tokens) if size is None else ("micro_batch_size", size)
 
     def apply(
         self,

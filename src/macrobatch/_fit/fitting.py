@@ -39,7 +39,7 @@ class Fitting(Functions):
             self.model.predict_function = None  # It may know no size, or another one.
         if own is not None:
             given["callbacks"] = own
-        with shown.shown(given, self.model, self.line, self.cut.size):
+        with shown.shown(given, self.model, self.line, self.cut.named):
             return fit_of(self.model)(*call.args, **call.kwargs)
 
     def _has_workers(self) -> bool:

@@ -34,11 +34,11 @@ class Given:
     """A size for one call: see _batches.cut.Chosen."""
 
     def __init__(self, size: Size, in_tokens: bool):
-        self._size, self.in_tokens = size, in_tokens
+        self.current, self.in_tokens = size, in_tokens
 
     def now(self) -> Size:
         """The size of the call."""
-        return self._size
+        return self.current
 
 
 class AutoSize:

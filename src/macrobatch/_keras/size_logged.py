@@ -1,8 +1,24 @@
 """The size of micro-batches in the logs of each epoch."""
 
-from typing import Any, Callable, Dict, Optional
+import contextlib
+import contextvars
+from typing import Any, Callable, Dict, Iterator, Optional
 
 import keras
+
+_is_left_out: "contextvars.ContextVar[bool]" = contextvars.ContextVar(
+    "macrobatch_size_left_out", default=False
+)
+
+
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """A context in which logs have no sizes, for scripts that know nothing of them."""
+    token = _is_left_out.set(True)
+    try:
+        yield
+    finally:
+        _is_left_out.reset(token)
 
 
 class SizeLogged(keras.callbacks.Callback):
@@ -31,7 +47,7 @@ class SizeLogged(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: Optional[Dict[str, Any]] = None) -> None:
         """As Keras' own callbacks log a learning rate."""
-        size = self._size()
+        size = None if _is_left_out.get() else self._size()
         if logs is not None and size is not None:
             logs[self._name] = size
 

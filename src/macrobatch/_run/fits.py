@@ -13,6 +13,7 @@ from macrobatch import _backends, _checks, _internals
 from macrobatch._accumulate import accumulate, release
 from macrobatch._keras import model_checks
 from macrobatch._keras.installed import accumulation_of, going_on_with
+from macrobatch._keras.size_logged import left_out
 from macrobatch._run.hook import is_raised_here
 from macrobatch._sizes import limit, peaks
 
@@ -61,7 +62,7 @@ class Fits:
             fit = vars(model).get("fit")
             if fit is None:
                 return plain(model, *args, **kwargs)
-            with going_on_with(model, plain):
+            with going_on_with(model, plain), left_out():
                 return fit(*args, **kwargs)
         except ValueError as error:
             if not _is_refusal(error) or self._trained(model, before) or _runs_out(args, kwargs):

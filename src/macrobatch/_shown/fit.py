@@ -4,7 +4,7 @@ import contextlib
 import functools
 import inspect
 import time
-from typing import Any, Callable, Dict, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
 import keras
 
@@ -29,14 +29,16 @@ def arguments_of(call: inspect.BoundArguments) -> Dict[str, Any]:
 
 
 @contextlib.contextmanager
-def shown(arguments: Dict[str, Any], model: Any, line: Line, size: Optional[int]) -> Iterator[None]:
+def shown(
+    arguments: Dict[str, Any], model: Any, line: Line, size: Callable[[], Tuple[str, Optional[int]]]
+) -> Iterator[None]:
     """A context in which a fit runs.
 
     Args:
         arguments: those of the fit. Callbacks may be added.
         model: the model.
         line: what shows updates.
-        size: the size of micro-batches, if it was given.
+        size: what the size of micro-batches is called, and the size.
     """
     own = arguments.get("callbacks")
     all = own.callbacks if isinstance(own, keras.callbacks.CallbackList) else own
@@ -75,7 +77,7 @@ def with_first(callbacks: Any, model: Any, own: keras.callbacks.Callback) -> Any
 class Timed(keras.callbacks.Callback):
     """Measures how long updates take: the seconds of an epoch, without validation, over updates."""
 
-    def __init__(self, size: Optional[int]):
+    def __init__(self, size: Callable[[], Tuple[str, Optional[int]]]):
         super().__init__()
         self._size = size
         self._began, self._ended = 0.0, None  # type: float, Optional[float]
@@ -88,8 +90,9 @@ class Timed(keras.callbacks.Callback):
         updates = self._latest + (self.model.steps_per_execution or 1)
         updates = updates if steps is None else min(updates, steps)
         found = {"update_time": (ended - self._began) / updates}
-        if self._size is not None:
-            found["micro_batch_size"] = self._size
+        name, size = self._size()
+        if size is not None:
+            found[name] = size
         return found
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:

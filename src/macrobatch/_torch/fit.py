@@ -133,7 +133,7 @@ class Accumulation(Installed, BuildsOpen):
         """As Keras', with what is shown of it, and with sizes that are looked for."""
         self.finite.start()
         call = shown.call_of(fit_of(self.model), self.model, args, kwargs)
-        with shown.shown(shown.arguments_of(call), self.model, self.line, self.cut.size):
+        with shown.shown(shown.arguments_of(call), self.model, self.line, self.cut.named):
             if self.auto is not None:
                 return self.auto.fit(*call.args[1:], **call.kwargs)
             return fit_of(self.model)(*call.args, **call.kwargs)
