@@ -473,3 +473,14 @@ def test_a_train_step_of_the_users_own():
     assert "Examples meet" in report.causes[0].explanation
     model.compares = False
     assert everything(model) == before
+
+
+def test_a_sequential_without_an_input_takes_sequences_of_any_length():
+    model = keras.Sequential(
+        [layers.Embedding(20, 3, mask_zero=True), layers.LSTM(4), layers.Dense(1)]
+    )
+    model.compile("sgd", "mse", run_eagerly=True)
+    tokens = np.arange(1, 9) * (np.arange(8) < np.arange(1, 9)[:, None])
+    report = macrobatch.verify(model, tokens, np.ones([8, 1]), micro_batch_size=2, sequence_axis=1)
+    assert report.exact
+    assert not model.built

@@ -10,6 +10,16 @@ import keras
 from macrobatch import _internals
 
 
+def open_along(model: Any, x: Any, axis: int) -> None:
+    """Builds a Sequential for inputs like x, of any length along an axis, if it can be."""
+    shape: List[Any] = [None, *getattr(x, "shape", ())[1:]]
+    if axis < len(shape):
+        shape[axis] = None
+        # Some have a Dense behind a Flatten: Keras builds them for one length.
+        with contextlib.suppress(Exception):
+            _internals.build_sequential(model, tuple(shape))
+
+
 class BuildsOpen:
     """What builds one model before Keras does, for engines that have a batch in hand.
 
@@ -22,16 +32,11 @@ class BuildsOpen:
 
     def build(self, iterator: Any = None, data_batch: Any = None) -> None:
         """As Keras', which makes all that is missing then."""
-        model, axis = self.model, self.cut.axis
+        model = self.model
         if isinstance(model, keras.Sequential) and not model.built:
             if data_batch is None:
                 data_batch = _internals.batch_to_build_with(iterator)
             x, _, _ = keras.utils.unpack_x_y_sample_weight(data_batch)
-            shape: List[Any] = [None, *getattr(x, "shape", ())[1:]]
-            if axis < len(shape):
-                shape[axis] = None
-                # Some have a Dense behind a Flatten: Keras builds them for one length.
-                with contextlib.suppress(Exception):
-                    _internals.build_sequential(model, tuple(shape))
+            open_along(model, x, self.cut.axis)
         own = getattr(type(model), _internals.BUILDING_AT_ONCE)
         own(model, iterator=iterator, data_batch=data_batch)

@@ -5,7 +5,7 @@ another model of the same layers, whose variables are put back.
 import contextlib
 import functools
 import inspect
-from typing import Any, Callable, Dict, List, NamedTuple, Tuple
+from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple
 
 import keras
 import numpy as np
@@ -13,6 +13,7 @@ from keras import ops, tree
 
 from macrobatch import _backends, _internals
 from macrobatch._checks import one_line
+from macrobatch._keras import build
 from macrobatch._keras.scope import Scope
 from macrobatch._no_trace import compiled
 from macrobatch._no_trace import twin as twins
@@ -55,8 +56,14 @@ class CannotCopy(Exception):
     """A model cannot be copied, and why."""
 
 
-def copied(model: Any, batch: Batch) -> Subject:
-    """A copy of a model in float64, with the same weights. Raises CannotCopy."""
+def copied(model: Any, batch: Batch, axis: Optional[int] = None) -> Subject:
+    """A copy of a model in float64, with the same weights. Raises CannotCopy.
+
+    Args:
+        model: the model.
+        batch: a batch.
+        axis: the axis of sequences, if they are cut.
+    """
     for name in ("train_step", "compile", "compute_loss", "compute_metrics"):
         own = vars(model).get(name)
         if own is not None and not twins.is_installed(model, own):
@@ -67,6 +74,8 @@ def copied(model: Any, batch: Batch) -> Subject:
         with in_float64():
             wide = _widened(batch)
             clone = _clone(model)
+            if axis is not None and isinstance(clone, keras.Sequential) and not clone.built:
+                build.open_along(clone, wide[0], axis)
             if not all(layer.built for layer in _internals.layers_of(clone)):
                 _internals.predictions(clone, wide[0], False)
             is_built = model.built

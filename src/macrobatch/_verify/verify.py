@@ -227,7 +227,7 @@ class _Verification:
     def _compared(self) -> _Compared:
         """The comparison, on a copy in float64 if there can be one."""
         try:
-            made = subject.copied(self._model, self._batch)
+            made = subject.copied(self._model, self._batch, self._settings.get("sequence_axis"))
             runs, whole = self._whole(made)
         except (subject.CannotCopy, *_FAILURES, *self._trials.failures) as error:
             if self._trials.is_out_of_memory(error):
