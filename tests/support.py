@@ -15,8 +15,8 @@ if BACKEND == "tensorflow":
     import tensorflow as tf
 
 # How many examples there are in each run of the trial whether examples meet, if a batch has eight:
-# in the four of the formula, then half of them, and half of these.
-TRIAL = [8, 8, 8, 8, 4, 2]
+# in the four of the formula, and then half of them.
+TRIAL = [8, 8, 8, 8, 4]
 
 # How each backend can run steps. The first is what it does unless told otherwise.
 MODES = {

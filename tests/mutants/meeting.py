@@ -161,8 +161,8 @@ MUTANTS = [
     Mutant(
         "meet: draws of another size are compared",
         TRIED,
-        "        return {} if scope.drew else _rows_of(y_pred)\n",
-        "        return _rows_of(y_pred)\n",
+        "        return {} if ran.drew else _rows_of(ran.y_pred)\n",
+        "        return _rows_of(ran.y_pred)\n",
         (FIT + "losses_that_depend_on_how_many_examples_there_are",),
     ),
     Mutant(

@@ -33,9 +33,6 @@ class Function(meeting.Tried):
 
     alone = found
 
-    def apart(self, made):
-        return [self.found(batch) for batch in made.batches]
-
 
 def find(run, is_coarse=False, **options):
     return meeting.find(Function(run), groups(**options), ENGINE, is_coarse)
@@ -151,13 +148,13 @@ def test_a_few_examples_that_rounding_turns_are_no_dependence():
 
     def run(turned):
         def rows(x):
-            few = ops.cast(ops.arange(x.shape[0]) < (turned if x.shape[0] < 6 else 0), x.dtype)
+            few = ops.cast(ops.arange(x.shape[0]) < (turned if x.shape[0] < 12 else 0), x.dtype)
             return {"rows": ops.sign(x) * (1 - 2 * few[:, None])}
 
         return sized(rows)
 
-    assert run(1) == []
-    assert run(3) == ["rows"]
+    assert run(2) == []
+    assert run(5) == ["rows"]
 
 
 @pytest.mark.parametrize(
@@ -174,8 +171,8 @@ def test_tolerances_of_sizes(dtype, is_coarse, tolerance, kind):
 
         return sized(found, is_coarse=is_coarse)
 
-    assert run(4 * tolerance) == []
-    assert run(12 * tolerance) == [kind]
+    assert run(8 * tolerance) == []
+    assert run(24 * tolerance) == [kind]
 
 
 def test_a_model_for_one_number_of_examples_is_not_tried_with_others():
@@ -275,7 +272,7 @@ def test_what_meets_besides_is_named_too():
 
 def test_batch_normalization_is_frozen():
     normalized = layers.BatchNormalization(dtype="float64")
-    assert named(normalized) == meeting.Verdict()
+    assert not any(named(normalized))
     culprit = Centred(name="culprit", dtype="float64")
     tanh = layers.Activation("tanh", dtype="float64")
     assert named(normalized, tanh, culprit).layers == ["culprit"]

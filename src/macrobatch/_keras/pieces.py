@@ -116,8 +116,8 @@ class Pieces(NamedTuple):
 
 
 def of(groups: Groups, engine: BatchEngine, is_coarse: bool) -> Optional[Pieces]:
-    """Half of a micro-batch of a trial, and its pieces; None if they are too few to tell."""
-    batch, size = groups.micro_batches[-1], groups.size - groups.first
+    """The last micro-batch of a trial, and its pieces; None if they are too few to tell."""
+    batch, size, first = groups.micro_batches[-1], groups.size, groups.first
     # Rows of ragged tensors are as wide as the longest row that is there.
     if size < 4 or engine.widest(batch):
         return None
@@ -127,6 +127,5 @@ def of(groups: Groups, engine: BatchEngine, is_coarse: bool) -> Optional[Pieces]
             lambda leaf: None if leaf is None else engine.slice_of(leaf, start, count, False), batch
         )
 
-    start, first = groups.first, size // 2
-    batches = [rows(start, size), rows(start, first), rows(start + first, size - first)]
+    batches = [batch, rows(0, first), rows(first, size - first)]
     return Pieces(batches, [size, first, size - first], is_coarse)

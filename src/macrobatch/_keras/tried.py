@@ -36,6 +36,14 @@ class Causes(NamedTuple):
     sized_losses: Sequence[str] = ()
 
 
+class _Ran(NamedTuple):
+    """A run of a micro-batch: its predictions, and whether it drew random numbers."""
+
+    micro_batch: Batch
+    y_pred: Any
+    drew: bool
+
+
 class Tried(ModelStep, meeting.Tried):
     """A compiled model as a function of a micro-batch that leaves everything as it was.
 
@@ -56,17 +64,14 @@ class Tried(ModelStep, meeting.Tried):
     ):
         super().__init__(model, True, engine, micro_batch_weight)
         self.with_losses, self._is_added_to = with_losses, False
-        self._together: Any = None  # the predictions of the examples of which there are pieces
+        self._latest: Optional[_Ran] = None  # of the runs of the formula
         trackers = [v for metric in report.trackers_of(model) for v in metric.variables]
         self._states = unique([*model.metrics_variables, *trackers])
 
     def found(self, micro_batch: Batch) -> Found:
         """The predictions, the values of each loss, and the numerator of each term."""
-        with self._running():
-            y_pred = self._forward(micro_batch)
-            if self.with_losses:
-                self._collect(micro_batch, y_pred, Whole(self._engine.examples(micro_batch)))
-        found = _rows_of(y_pred)
+        self._latest = self._run(micro_batch, self.with_losses)
+        found = _rows_of(self._latest.y_pred)
         if self.with_losses:
             found.update(self._numerators())
             for index, term in enumerate(self.terms):
@@ -122,26 +127,33 @@ class Tried(ModelStep, meeting.Tried):
         }
 
     def alone(self, micro_batch: Batch) -> Found:
-        with self._running() as scope, scope.dropping(False):
-            y_pred = self._forward(micro_batch)
-            self._is_added_to = bool(added_losses(_internals.layers_of(self.model)))
-        if self._together is None:
-            self._together = y_pred
-        return {} if scope.drew else _rows_of(y_pred)
+        ran = self._latest
+        if ran is None or ran.micro_batch is not micro_batch:
+            ran = self._run(micro_batch)
+        return {} if ran.drew else _rows_of(ran.y_pred)
 
     def apart(self, made: Pieces) -> Sequence[Found]:
+        ran, self._latest = self._latest, None
         if not self.with_losses:
             return super().apart(made)
-        if self._together is None:
-            self.alone(made.batches[0])
-        y_pred, self._together = self._together, None
-        return self.losses_of(made, y_pred)
+        together = made.batches[0]
+        if ran is None or ran.micro_batch is not together:
+            ran = self._run(together)
+        return self.losses_of(made, ran.y_pred)
 
     def predicted(self, micro_batch: Batch) -> Any:
         """The predictions for some examples."""
-        self.alone(micro_batch)
-        y_pred, self._together = self._together, None
-        return y_pred
+        return self._run(micro_batch).y_pred
+
+    def _run(self, micro_batch: Batch, with_losses: bool = False) -> _Ran:
+        """A run in which nothing is dropped, so that there is less that depends on sizes."""
+        with self._running() as scope, scope.dropping(False):
+            y_pred = self._forward(micro_batch)
+            self._is_added_to = bool(added_losses(_internals.layers_of(self.model)))
+            drew = scope.drew
+            if with_losses:
+                self._collect(micro_batch, y_pred, Whole(self._engine.examples(micro_batch)))
+        return _Ran(micro_batch, y_pred, drew)
 
     def losses_of(self, made: Pieces, y_pred: Any) -> Sequence[Found]:
         """The terms of the loss of some predictions together, and of each piece of these.
