@@ -245,7 +245,7 @@ class ByPlace(layers.Layer):
 
 @pytest.mark.parametrize("kind", [ByNumber, ByPlace])
 def test_a_layer_that_depends_on_how_many_examples_there_are_is_named(kind):
-    dense = [layers.Dense(3, activation="tanh", dtype="float64") for _ in range(2)]
+    dense = [layers.Dense(3, activation=each, dtype="float64") for each in ("tanh", None)]
     inner = keras.Sequential([keras.Input([3]), kind(name="culprit", dtype="float64")])
     verdict = named(dense[0], inner, dense[1], size=12)
     assert list(verdict.sized_layers) == ["culprit"]
