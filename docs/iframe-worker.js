@@ -5,6 +5,7 @@ if (location.protocol === "file:") {
   window.Worker = class extends EventTarget {
     constructor(url) {
       super();
+      const base = new URL(url, location);
       this.frame = document.createElement("iframe");
       this.frame.hidden = true;
       document.body.append(this.frame);
@@ -12,14 +13,14 @@ if (location.protocol === "file:") {
       const load = (source) =>
         new Promise((resolve, reject) => {
           const script = page.createElement("script");
-          Object.assign(script, { src: new URL(source, url), onload: resolve, onerror: reject });
+          Object.assign(script, { src: new URL(source, base), onload: resolve, onerror: reject });
           page.head.append(script);
         });
       inside.postMessage = (data) => this.dispatchEvent(new MessageEvent("message", { data }));
       // A worker waits for its scripts. Here a promise stands for that.
       inside.importScripts = (...sources) =>
         sources.reduce((before, each) => before.then(() => load(each)), Promise.resolve());
-      this.ready = load(url);
+      this.ready = load(base);
     }
 
     postMessage(data) {
