@@ -260,7 +260,19 @@ def changes_gradients(change):
     return step
 
 
+def weighs_positions(self, data):
+    weights = tf.constant([[1.0, 2.0]], tf.float64)
+    with tf.GradientTape() as tape:
+        loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")(
+            data[1][..., None], self(data[0])[..., None], weights
+        )
+    gradients = tape.gradient(loss, self.trainable_variables)
+    self.optimizer.apply(gradients, self.trainable_variables)
+    return {"loss": loss}
+
+
 REFUSED = {
+    weighs_positions: r"sample_weight of a Keras loss must have the examples first.*\(1, 2\)",
     changes_gradients(
         lambda gradient, data, loss: gradient / tf.cast(tf.shape(data[0])[0], loss.dtype)
     ): "hands gradients to optimizer.apply that depend on the examples directly",
@@ -526,18 +538,48 @@ def test_a_loss_may_be_a_sum(mode):
     assert_same_training(build, CASES["guide"][1], {"micro_batch_size": 3})
 
 
-def divided_inside(self, data):
-    loss, gradients = gradients_of(
-        self, data, lambda x: tf.reduce_sum(x / tf.cast(tf.shape(x)[0], x.dtype))
-    )
+def summed_by_keras(self, data):
+    with tf.GradientTape() as tape:
+        loss = keras.losses.MeanSquaredError(reduction="sum")(data[1], self(data[0]))
+    gradients = tape.gradient(loss, self.trainable_variables)
     self.optimizer.apply(gradients, self.trainable_variables)
     return {"loss": loss}
 
 
 @pytest.mark.examples_meet
-def test_a_sum_that_is_divided_inside_is_a_mean():
+def test_a_loss_of_keras_may_be_a_sum():
     def build(mode):
-        model = step_of(divided_inside)
+        model = step_of(summed_by_keras)
+        model.compile(step_cases.adam(), **mode)
+        return model
+
+    assert_same_training(build, CASES["guide"][1], {"micro_batch_size": 3})
+
+
+def of_any_width(x):
+    return tf.reshape(x, [tf.shape(x)[0], -1])
+
+
+# Means over the examples, in which a sum comes last.
+MEANS = {
+    "number": lambda x: tf.reduce_sum(x / tf.cast(tf.shape(x)[0], x.dtype)),
+    "numbers": lambda x: tf.reduce_sum(
+        tf.reduce_sum(x, 1) / tf.fill(tf.shape(x)[:1], tf.cast(tf.shape(x)[0], x.dtype))
+    ),
+    "mean": lambda x: tf.reduce_sum(tf.reduce_mean(of_any_width(x), axis=0)),
+}
+
+
+@pytest.mark.examples_meet
+@pytest.mark.parametrize("function", MEANS.values(), ids=MEANS)
+def test_a_sum_that_is_divided_inside_is_a_mean(function):
+    def step(self, data):
+        loss, gradients = gradients_of(self, data, function)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+    def build(mode):
+        model = step_of(step)
         model.compile(step_cases.adam(), **mode)
         return model
 

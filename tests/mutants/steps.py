@@ -205,6 +205,13 @@ MUTANTS = [
         (OWN + "test_a_loss_may_be_a_sum",),
     ),
     Mutant(
+        "own steps: what a loss of Keras is divided by is taken for a constant",
+        "_own_steps/tracing.py",
+        "        share = self.marked(tf.ones([], tf.float64), EXAMPLES)\n",
+        "        share = tf.ones([], tf.float64)\n",
+        (OWN + "test_a_loss_of_keras_may_be_a_sum",),
+    ),
+    Mutant(
         "own steps: a sum in a metric counts by share",
         FLOW,
         '            kind = "sum"\n',
@@ -221,7 +228,7 @@ MUTANTS = [
     Mutant(
         "own steps: a sum over the number of examples is a sum",
         FLOW,
-        "return 0 in axes % rank and not self._divides_by_examples(values)",
+        "return 0 in axes % rank and not self._mixes_examples(values)",
         "return 0 in axes % rank",
         (OWN + "test_a_sum_that_is_divided_inside_is_a_mean",),
     ),

@@ -119,7 +119,7 @@ def of(groups: Groups, engine: BatchEngine, is_coarse: bool) -> Optional[Pieces]
     """The last micro-batch of a trial, and its pieces; None if they are too few to tell."""
     batch, size, first = groups.micro_batches[-1], groups.size, groups.first
     # Rows of ragged tensors are as wide as the longest row that is there.
-    if size < 4 or engine.widest(batch):
+    if size - first < 4 or engine.widest(batch):
         return None
 
     def rows(start: int, count: int) -> Batch:

@@ -190,6 +190,17 @@ def of_examples(is_not: bool) -> None:
         )
 
 
+def weights_of_examples(shape: Any) -> None:
+    """Raises for weights of a Keras loss of which there is not one for each example."""
+    # In the trace, the number of examples is not known.
+    if shape is not None and len(shape) > 0 and shape[0] is not None:
+        raise Refused(
+            "The sample_weight of a Keras loss must have the examples first. Received: weights of "
+            f"shape {tuple(shape)}, which are the same for each example. Multiply the losses by "
+            "them in the step itself."
+        )
+
+
 def counts_of_the_batch(is_late: bool) -> None:
     """Raises for masks or weights of a loss that depend on the weights of the model."""
     if is_late:

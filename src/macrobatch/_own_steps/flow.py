@@ -21,7 +21,10 @@ EXAMPLES = "examples"
 
 # Operations that write a variable of TensorFlow, and that draw random numbers anew each time.
 WRITING = ("Assign", "ResourceScatter", "ResourceApply", "ResourceSparseApply")
-SCALING = ("Mul", "RealDiv", "Div", "DivNoNan", "MulNoNan")
+SCALING = ("Mul", "RealDiv", "Div", "DivNoNan", "MulNoNan", "Xdivy")
+# Operations that know of a tensor how large it is, and that put examples together.
+SIZES = ("Shape", "ShapeN", "Size", "Rank")
+MIXING = ("Mean", "Prod", "Max", "Min", "EuclideanNorm", "Segment", "UnsortedSegment", "SparseSeg")
 DRAWING = ("RandomStandardNormal", "RandomUniform", "TruncatedNormal", "Multinomial", "Stateful")
 
 
@@ -73,11 +76,16 @@ class Flow:
     def __init__(self, graph: Any, marks: Dict[str, Marks]):
         self.graph = graph
         self._of: Dict[str, Marks] = {}
+        self._by_value: Dict[str, bool] = {}  # whether it depends on more than their number
         for operation in graph.get_operations():  # in an order in which inputs come first
             found = marks.get(operation.name, NONE)
             for each in operation.inputs:
                 found = found | self._of[each.op.name]
             self._of[operation.name] = found
+            self._by_value[operation.name] = operation.type not in SIZES and (
+                EXAMPLES in marks.get(operation.name, NONE)
+                or any(self._by_value[each.op.name] for each in operation.inputs)
+            )
 
     def of(self, nest: Any) -> Marks:
         """The marks that some tensors of a nest depend on. Others than of the graph have none."""
@@ -108,19 +116,24 @@ class Flow:
         axes, rank = tf.get_static_value(axes), values.shape.rank
         if axes is None or not rank or values.shape[0] is not None:
             return False
-        return 0 in axes % rank and not self._divides_by_examples(values)
+        return 0 in axes % rank and not self._mixes_examples(values)
 
-    def _divides_by_examples(self, tensor: Tensor) -> bool:
-        """Whether a tensor is scaled by a number that depends on the examples, as theirs does."""
+    def _mixes_examples(self, tensor: Tensor) -> bool:
+        """Whether examples come together in a tensor, or their number scales it, or any number that
+        depends on them.
+        """
         seen, ahead = set(), [tensor.op]
         while ahead:
             operation = ahead.pop()
             if operation.name in seen:
                 continue
             seen.add(operation.name)
+            of_examples = [each for each in operation.inputs if EXAMPLES in self.of(each)]
             if operation.type in SCALING and any(
-                each.shape.rank == 0 and EXAMPLES in self.of(each) for each in operation.inputs
+                each.shape.rank == 0 or not self._by_value[each.op.name] for each in of_examples
             ):
+                return True
+            if operation.type.startswith(MIXING) and of_examples and _is_along_examples(operation):
                 return True
             ahead += [each.op for each in operation.inputs]
         return False
@@ -129,6 +142,14 @@ class Flow:
         """Whether tf.random is used, which draws other numbers whenever it runs."""
         kinds = {operation.type for operation in self.graph.get_operations()}
         return any(kind.startswith(DRAWING) and "Stateless" not in kind for kind in kinds)
+
+
+def _is_along_examples(operation: Any) -> bool:
+    """Whether an operation goes over the first axis, or nobody knows over which."""
+    if operation.type.startswith(MIXING[:5]) and len(operation.inputs) == 2:
+        axes, rank = tf.get_static_value(operation.inputs[1]), operation.inputs[0].shape.rank
+        return axes is None or not rank or bool((axes % rank == 0).any())
+    return True
 
 
 def plan(noted: Noted, flow: Flow, written: Written, trains: bool) -> Plan:

@@ -100,6 +100,7 @@ class Tracing(Mode):
     def loss(
         self, plain: Any, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None
     ) -> Any:
+        checks.weights_of_examples(getattr(sample_weight, "shape", None))
         with modes.plainly():
             part = losses.part_of(loss, y_true, y_pred, sample_weight, 1, 1, self._by_examples)
         if part is None:
@@ -107,7 +108,9 @@ class Tracing(Mode):
         count = part.counted
         if count is not None:
             self.counts.append(count.own)
-        return part.value(None if count is None else count.own, tf.ones([], tf.float64))
+        # What the loss is divided by is known of each micro-batch, as its number of examples is.
+        share = self.marked(tf.ones([], tf.float64), EXAMPLES)
+        return part.value(None if count is None else count.own, share)
 
     def wrote(self, variable: Any, value: Tensor) -> Tensor:
         checks.in_the_step_itself(self.graph, f"{variable.path}.assign")
