@@ -127,6 +127,16 @@ CONTAINERS = {
 }
 
 
+CASES["weights-in-a-list"] = case(
+    lambda: in_container(CONTAINERS["list"][0]),
+    X,
+    [Y],
+    weighted_metrics=["mae"],
+    fit={"sample_weight": [np.arange(float(len(X))) % 3]},
+    quick="eager",
+)
+
+
 def in_container(container):
     inputs = keras.Input([4])
     return keras.Model(*container(inputs, layers.Dense(2, name="only")(inputs)))

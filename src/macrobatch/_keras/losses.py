@@ -14,7 +14,7 @@ masked, sums of weights.
 import functools
 from typing import Any, Callable, List, NamedTuple, Optional, Sequence, Set
 
-from keras import ops
+from keras import ops, tree
 
 from macrobatch import _internals
 from macrobatch._engine import Engine
@@ -136,6 +136,8 @@ class Terms:
 
     def add_loss(self, entry: Any, y_true: Any, y_pred: Any, sample_weight: Any) -> Tensor:
         """Adds a term, in place of Keras' own loss."""
+        if not tree.is_nested(y_pred):  # Labels of the only output may be in a list of their own.
+            y_true, sample_weight = _only(y_true), _only(sample_weight)
         loss = _internals.shallow_copy(entry.loss)
         reduction = getattr(loss, "reduction", None)
         if reduction == "mean_with_sample_weight" and sample_weight is not None:
@@ -256,6 +258,10 @@ class Terms:
             value = self._per_example(value, value)
             term = self._sum(Term(name, value, value), None)
         self.terms.append(term)
+
+
+def _only(nest: Any) -> Any:
+    return nest[0] if isinstance(nest, (list, tuple)) and len(nest) == 1 else nest
 
 
 class _Tracker:

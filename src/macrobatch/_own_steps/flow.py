@@ -81,6 +81,8 @@ class Flow:
             found = marks.get(operation.name, NONE)
             for each in operation.inputs:
                 found = found | self._of[each.op.name]
+            if _is_another_size(operation):
+                found = found - {EXAMPLES}
             self._of[operation.name] = found
             self._by_value[operation.name] = operation.type not in SIZES and (
                 EXAMPLES in marks.get(operation.name, NONE)
@@ -142,6 +144,14 @@ class Flow:
         """Whether tf.random is used, which draws other numbers whenever it runs."""
         kinds = {operation.type for operation in self.graph.get_operations()}
         return any(kind.startswith(DRAWING) and "Stateless" not in kind for kind in kinds)
+
+
+def _is_another_size(operation: Any) -> bool:
+    """Whether an operation takes a size out of a shape that is not the number of examples."""
+    if operation.type != "StridedSlice" or operation.inputs[0].op.type != "Shape":
+        return False
+    begin, rank = tf.get_static_value(operation.inputs[1]), operation.inputs[0].shape[0]
+    return begin is not None and rank is not None and bool((begin % rank != 0).all())
 
 
 def _is_along_examples(operation: Any) -> bool:
