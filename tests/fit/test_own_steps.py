@@ -272,6 +272,11 @@ def weighs_positions(self, data):
 
 
 REFUSED = {
+    changes_gradients(
+        lambda gradient, data, loss: (
+            gradient / tf.cast(tf.shape(tf.transpose(data[0]))[1], loss.dtype)
+        )
+    ): "hands gradients to optimizer.apply that depend on the examples directly",
     weighs_positions: r"sample_weight of a Keras loss must have the examples first.*\(1, 2\)",
     changes_gradients(
         lambda gradient, data, loss: gradient / tf.cast(tf.shape(data[0])[0], loss.dtype)
@@ -546,6 +551,22 @@ def summed_by_keras(self, data):
     return {"loss": loss}
 
 
+@pytest.mark.eager
+def test_gradients_may_depend_on_the_number_of_features():
+    def step(self, data):
+        loss, gradients = gradients_of(self, data)
+        size = tf.cast(tf.shape(data[0])[1], loss.dtype)
+        self.optimizer.apply([each / size for each in gradients], self.trainable_variables)
+        return {"loss": loss}
+
+    def build(mode):
+        model = step_of(step)
+        model.compile(keras.optimizers.SGD(0.1), **mode)
+        return model
+
+    assert_same_training(build, CASES["guide"][1], {"micro_batch_size": 3})
+
+
 @pytest.mark.examples_meet
 def test_a_loss_of_keras_may_be_a_sum():
     def build(mode):
@@ -567,6 +588,8 @@ MEANS = {
         tf.reduce_sum(x, 1) / tf.fill(tf.shape(x)[:1], tf.cast(tf.shape(x)[0], x.dtype))
     ),
     "mean": lambda x: tf.reduce_sum(tf.reduce_mean(of_any_width(x), axis=0)),
+    "time-major": lambda x: tf.reduce_sum(tf.reduce_mean(tf.transpose(of_any_width(x)), axis=1)),
+    "ones": lambda x: tf.reduce_sum(x / tf.reduce_sum(tf.ones_like(x), 0, keepdims=True)),
 }
 
 

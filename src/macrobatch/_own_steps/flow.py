@@ -24,7 +24,8 @@ WRITING = ("Assign", "ResourceScatter", "ResourceApply", "ResourceSparseApply")
 SCALING = ("Mul", "RealDiv", "Div", "DivNoNan", "MulNoNan", "Xdivy")
 # Operations that know of a tensor how large it is, and that put examples together.
 SIZES = ("Shape", "ShapeN", "Size", "Rank")
-MIXING = ("Mean", "Prod", "Max", "Min", "EuclideanNorm", "Segment", "UnsortedSegment", "SparseSeg")
+REDUCING = ("Sum", "Mean", "Prod", "Max", "Min", "EuclideanNorm")
+MIXING = ("Segment", "UnsortedSegment", "SparseSegment")
 DRAWING = ("RandomStandardNormal", "RandomUniform", "TruncatedNormal", "Multinomial", "Stateful")
 
 
@@ -81,7 +82,7 @@ class Flow:
             found = marks.get(operation.name, NONE)
             for each in operation.inputs:
                 found = found | self._of[each.op.name]
-            if _is_another_size(operation):
+            if _is_another_size(operation, marks):
                 found = found - {EXAMPLES}
             self._of[operation.name] = found
             self._by_value[operation.name] = operation.type not in SIZES and (
@@ -135,7 +136,15 @@ class Flow:
                 each.shape.rank == 0 or not self._by_value[each.op.name] for each in of_examples
             ):
                 return True
-            if operation.type.startswith(MIXING) and of_examples and _is_along_examples(operation):
+            if not self._by_value[operation.name]:
+                continue
+            if operation.type.startswith(MIXING) or _is_along_examples(operation):
+                return True
+            # With two sizes that are not known, nobody can tell which is that of the examples.
+            if any(
+                each.shape.rank is None or list(each.shape).count(None) > 1
+                for each in operation.outputs
+            ):
                 return True
             ahead += [each.op for each in operation.inputs]
         return False
@@ -146,20 +155,23 @@ class Flow:
         return any(kind.startswith(DRAWING) and "Stateless" not in kind for kind in kinds)
 
 
-def _is_another_size(operation: Any) -> bool:
-    """Whether an operation takes a size out of a shape that is not the number of examples."""
+def _is_another_size(operation: Any, marks: Dict[str, Marks]) -> bool:
+    """Whether an operation takes a size of what the step is given that is no number of examples."""
     if operation.type != "StridedSlice" or operation.inputs[0].op.type != "Shape":
+        return False
+    # Of anything else, examples may lie along another axis.
+    if EXAMPLES not in marks.get(operation.inputs[0].op.inputs[0].op.name, NONE):
         return False
     begin, rank = tf.get_static_value(operation.inputs[1]), operation.inputs[0].shape[0]
     return begin is not None and rank is not None and bool((begin % rank != 0).all())
 
 
 def _is_along_examples(operation: Any) -> bool:
-    """Whether an operation goes over the first axis, or nobody knows over which."""
-    if operation.type.startswith(MIXING[:5]) and len(operation.inputs) == 2:
-        axes, rank = tf.get_static_value(operation.inputs[1]), operation.inputs[0].shape.rank
-        return axes is None or not rank or bool((axes % rank == 0).any())
-    return True
+    """Whether an operation reduces along the first axis, or nobody knows along which."""
+    if operation.type not in REDUCING:
+        return False
+    axes, rank = tf.get_static_value(operation.inputs[1]), operation.inputs[0].shape.rank
+    return axes is None or not rank or bool((axes % rank == 0).any())
 
 
 def plan(noted: Noted, flow: Flow, written: Written, trains: bool) -> Plan:
