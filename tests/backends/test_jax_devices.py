@@ -214,5 +214,5 @@ def test_sizes_that_are_found(two_devices, monkeypatch, caplog):
     accumulate(model, "auto")
     history = model.fit(X, Y, batch_size=10, epochs=2, shuffle=False, verbose=0).history
     assert history["micro_batch_size"] == [4, 4]
-    assert "a batch of 5 ran out of memory with micro_batch_size=5" in caplog.text
+    assert "a batch of 5 ran out of memory with micro_batch_size=8" in caplog.text
     assert_same(expected, model)
