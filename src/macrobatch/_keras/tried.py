@@ -70,6 +70,7 @@ class Tried(ModelStep, meeting.Tried):
 
     def found(self, micro_batch: Batch) -> Found:
         """The predictions, the values of each loss, and the numerator of each term."""
+        self._latest = None  # All predictions of two runs might take more memory than training.
         self._latest = self._run(micro_batch, self.with_losses)
         found = _rows_of(self._latest.y_pred)
         if self.with_losses:
