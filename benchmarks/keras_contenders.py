@@ -90,10 +90,9 @@ def shown_training(accumulate, **options):
     """As on a terminal: loops say how far they are, and a thread looks and may show it."""
     from unittest import mock
 
-    from macrobatch._fit import fitting
     from macrobatch._keras.installed import accumulation_of
 
-    with mock.patch.object(fitting, "can_show", return_value=True):
+    with mock.patch("macrobatch._fit.fitting.can_show", return_value=True):
         fit = macrobatch_training(accumulate, **options)
     accumulation_of(fit.model).line.start()
     return fit
