@@ -783,6 +783,22 @@ def test_an_own_test_step_that_remembers_examples_stays_whole():
     assert model.evaluate(step_cases.X, batch_size=45, verbose=0) == step_cases.X.max()
 
 
+def test_an_own_test_step_that_takes_no_other_examples_stays_whole():
+    """Whether its log is a mean cannot be tried with examples that are made up."""
+
+    class Largest(keras.Model):
+        def test_step(self, data):
+            tf.debugging.assert_greater(tf.reduce_max(data[0]), 1.0)
+            return {"largest": tf.reduce_max(self(data[0]))}
+
+    model = step_cases.functional(Largest)
+    model.compile("sgd", "mse", run_eagerly=True)
+    data = step_cases.X, step_cases.Y
+    plain = model.evaluate(*data, batch_size=45, verbose=0)
+    macrobatch.accumulate(model, 3)
+    assert model.evaluate(*data, batch_size=45, verbose=0) == plain
+
+
 @thorough
 def test_ways_to_train():
     """`train_on_batch`, several steps at a time, a step of the instance, and `release`."""
