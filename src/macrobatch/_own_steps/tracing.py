@@ -14,7 +14,8 @@ from macrobatch._keras import model as models
 from macrobatch._keras import stateless
 from macrobatch._keras.scope import Written
 from macrobatch._own_steps import checks, losses, modes
-from macrobatch._own_steps.flow import EXAMPLES, Flow, Marks, Noted, Write, plan
+from macrobatch._own_steps.flow import Noted, Write, plan
+from macrobatch._own_steps.marks import EXAMPLES, Flow, Marks
 from macrobatch._own_steps.modes import Mode
 from macrobatch._own_steps.plan import Plan
 from macrobatch._own_steps.scope import StepScope
