@@ -16,12 +16,13 @@ EXAMPLES = "examples"
 
 # Operations that write a variable of TensorFlow, and that draw random numbers anew each time.
 WRITING = ("Assign", "ResourceScatter", "ResourceApply", "ResourceSparseApply")
-SCALING = ("Mul", "RealDiv", "Div", "DivNoNan", "MulNoNan", "Xdivy")
-# Operations that know of a tensor how large it is, and that put examples together.
+DRAWING = ("RandomStandardNormal", "RandomUniform", "TruncatedNormal", "Multinomial", "Stateful")
+# Those that know only how large a tensor is, that may divide a sum by that, and that put examples
+# together: along an axis, or always.
 SIZES = ("Shape", "ShapeN", "Size", "Rank")
+SCALING = ("Mul", "RealDiv", "Div", "DivNoNan", "MulNoNan", "Xdivy")
 REDUCING = ("Sum", "Mean", "Prod", "Max", "Min", "EuclideanNorm")
 MIXING = ("Segment", "UnsortedSegment", "SparseSegment")
-DRAWING = ("RandomStandardNormal", "RandomUniform", "TruncatedNormal", "Multinomial", "Stateful")
 
 
 class Flow:
