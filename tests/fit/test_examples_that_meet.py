@@ -586,8 +586,17 @@ def test_once_for_what_is_compiled():
     assert seen.sizes == TRIAL
 
 
-def test_the_trial_writes_nothing():
-    seen = Seen()
+class OfGraphs(Seen):
+    """Fails outside of any graph, after it has written."""
+
+    def call(self, x):
+        x = super().call(x)
+        return x if not tf.executing_eagerly() else self.does_not_exist(x)
+
+
+@pytest.mark.parametrize("layer", [Seen, OfGraphs])
+def test_the_trial_writes_nothing(layer):
+    seen = layer()
     said_of(build(seen), run_eagerly=False)
     assert int(seen.counter) == 4  # in a batch of four micro-batches
 

@@ -465,15 +465,20 @@ def test_micro_batches_draw_different_numbers():
     assert logs["square"][0] - logs["mean"][0] ** 2 > 0.3
 
 
-def tf_random(self, data):
-    noise = tf.random.normal(tf.shape(data[0]), dtype=data[0].dtype)
+def tf_random(self, data, draw=tf.random.normal):
+    noise = tf.cast(draw(tf.shape(data[0])), data[0].dtype)
     update(self, (data[0] + noise, data[1]))
     return {"loss": update(self, (data[0] + noise, data[1]))}
 
 
+def tf_random_in_a_function(self, data):
+    return tf_random(self, data, tf.function(tf.random.normal))
+
+
+@pytest.mark.parametrize("step", [tf_random, tf_random_in_a_function])
 @pytest.mark.examples_meet
-def test_what_tf_random_draws_is_warned_of():
-    model = step_of(tf_random)
+def test_what_tf_random_draws_is_warned_of(step):
+    model = step_of(step)
     model.compile(step_cases.adam(), **MODES["eager"])
     macrobatch.accumulate(model, 3)
     with pytest.warns(macrobatch.ExactnessWarning) as warned:
@@ -481,6 +486,20 @@ def test_what_tf_random_draws_is_warned_of():
     several, meeting = (str(warning.message) for warning in warned)
     assert "takes several gradients" in several
     assert "It is not known whether examples meet" in meeting
+
+
+@pytest.mark.examples_meet
+def test_a_function_that_reads_a_variable_draws_nothing():
+    """TensorFlow calls it by a stateful operation."""
+    scale = tf.Variable(0.5, dtype=tf.float64)
+    scaled = tf.function(lambda x: scale * x)
+
+    def step(self, data):
+        update(self, (scaled(data[0]), data[1]))
+        return {"loss": update(self, data)}
+
+    model = macrobatch.accumulate(step_of(step), 3)
+    model.fit(step_cases.X, step_cases.Y, batch_size=20, verbose=0)
 
 
 def test_batch_normalization_is_warned_of():

@@ -4,6 +4,8 @@ from typing import Any, Dict, FrozenSet, List
 
 import tensorflow as tf
 
+from macrobatch import _loop_checks
+from macrobatch._tensorflow.trace import operations_of
 from macrobatch._types import Tensor
 
 # What a tensor may depend on: the examples, and these tuples:
@@ -14,9 +16,8 @@ Marks = FrozenSet[Any]
 NONE: Marks = frozenset()
 EXAMPLES = "examples"
 
-# Operations that write a variable of TensorFlow, and that draw random numbers anew each time.
+# Operations that write a variable of TensorFlow.
 WRITING = ("Assign", "ResourceScatter", "ResourceApply", "ResourceSparseApply")
-DRAWING = ("RandomStandardNormal", "RandomUniform", "TruncatedNormal", "Multinomial", "Stateful")
 # Those that know only how large a tensor is, that may divide a sum by that, and that put examples
 # together: along an axis, or always.
 SIZES = ("Shape", "ShapeN", "Size", "Rank")
@@ -105,8 +106,7 @@ class Flow:
 
     def draws_anew(self) -> bool:
         """Whether tf.random is used, which draws other numbers whenever it runs."""
-        kinds = {operation.type for operation in self.graph.get_operations()}
-        return any(kind.startswith(DRAWING) and "Stateless" not in kind for kind in kinds)
+        return bool(_loop_checks.drawing_anew(operations_of(self.graph)))
 
 
 def _is_another_size(operation: Any, marks: Dict[str, Marks]) -> bool:

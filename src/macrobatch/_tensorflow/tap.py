@@ -99,7 +99,9 @@ def unchanged() -> Iterator[None]:
             before[id(variable)] = variable, variable.read_value()
         return write(variable, *args, **kwargs)
 
-    with _internals.with_writes(remembering):
-        yield
-    for variable, value in before.values():
-        variable.assign(value)
+    try:
+        with _internals.with_writes(remembering):
+            yield
+    finally:  # What raises may have written before: training goes on after it.
+        for variable, value in before.values():
+            variable.assign(value)

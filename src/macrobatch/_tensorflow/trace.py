@@ -71,9 +71,7 @@ class Traced:
 
     def operations(self) -> Set[str]:
         """The types of all operations in the function, and in functions that it calls."""
-        whole = self._concrete.graph.as_graph_def()
-        inner = [node for function in whole.library.function for node in function.node_def]
-        return {node.op for node in [*whole.node, *inner]}
+        return operations_of(self._concrete.graph)
 
     def needs(self, of: Callable[[Any], Any], argument: int) -> List[bool]:
         """For each tensor of an argument, whether some of the results depend on it."""
@@ -82,6 +80,13 @@ class Traced:
         wanted = [tensor.op.name for tensor in tensors_of(of(self.result))]
         left = _ancestors(self._concrete.graph.as_graph_def(), wanted)
         return [tensor.op.name in left for tensor in own]
+
+
+def operations_of(graph: Any) -> Set[str]:
+    """The types of all operations in a graph, and in functions that it calls."""
+    whole = graph.as_graph_def()
+    inner = [node for function in whole.library.function for node in function.node_def]
+    return {node.op for node in [*whole.node, *inner]}
 
 
 def _ancestors(graph: Any, names: List[str]) -> Set[str]:
