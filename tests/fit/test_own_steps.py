@@ -471,8 +471,11 @@ def tf_random(self, data, draw=tf.random.normal):
     return {"loss": update(self, (data[0] + noise, data[1]))}
 
 
+normal = tf.function(tf.random.normal)
+
+
 def tf_random_in_a_function(self, data):
-    return tf_random(self, data, tf.function(tf.random.normal))
+    return tf_random(self, data, normal)
 
 
 @pytest.mark.parametrize("step", [tf_random, tf_random_in_a_function])
