@@ -5,12 +5,15 @@ order, while all others sleep; a ratio is of two times of the same round. Tables
 of these ratios and their quartiles. Memory is the high-water mark of a contender's process, and
 starts anew once it has imported its libraries. Linux only.
 
-The section first-step starts a process for each measurement, and takes its processor time.
+The sections first-step and first-fit start a process for each measurement, and take its processor
+time.
 
-    python benchmarks/bench.py [--only SECTION] [--rounds N] [--peers] [--output FOLDER] [--list]
+    python benchmarks/bench.py [--only SECTION ...] [--rounds N] [--peers] [--output FOLDER]
+    python benchmarks/bench.py --list
 
-Writes SECTION.json and SECTION.png, and, with the default folder, the tables of
-docs/performance.md. report.py makes tables and pictures again from the JSON files.
+Writes SECTION.json and SECTION.png as soon as a section has ended, and, with the default folder,
+the tables of docs/performance.md: so a run may be ended, and the rest run later. report.py makes
+tables and pictures again from the JSON files.
 """
 
 import argparse
@@ -204,7 +207,7 @@ def measured(section, rounds, peers):
     results = {name: {"label": contender.label} for name, contender in contenders.items()}
     if section.kind == "memory":
         fresh(section, contenders, results)
-    elif section.kind in ("first", "figures"):
+    elif section.kind in ("first", "least", "figures"):
         first_calls(section, contenders, rounds, results)
     else:
         timed(section, contenders, rounds, results)
@@ -232,7 +235,8 @@ def machine():
 def main():
     every = sections.all_sections()
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", action="append", choices=every, help="may be repeated")
+    only = {"action": "extend", "nargs": "+", "choices": every, "metavar": "SECTION"}
+    parser.add_argument("--only", **only, help="of those that --list prints; may be repeated")
     parser.add_argument("--rounds", type=int, help="turns of each contender, else 15 or 5")
     parser.add_argument("--peers", action="store_true", help="with peers in their environments")
     parser.add_argument("--list", action="store_true", help="print the sections, and end")
@@ -244,7 +248,7 @@ def main():
         return
     report.check_pictures()
     options.output.mkdir(parents=True, exist_ok=True)
-    names = options.only or list(every)
+    names = list(dict.fromkeys(options.only or every))
     for index, name in enumerate(names):
         print(f"Section {index + 1} of {len(names)}: {every[name].title}", flush=True)
         rounds = options.rounds or every[name].rounds
@@ -252,8 +256,8 @@ def main():
         path = options.output / f"{name}.json"
         path.write_text(json.dumps(results, indent=2) + "\n")
         report.show(every[name], results, options.output)
-    if options.output.resolve() == report.RESULTS:
-        report.write_pages()
+        if options.output.resolve() == report.RESULTS:
+            report.write_pages()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The section "first step": what a user waits for before the first update, over plain Keras."""
+"""What a user waits for, over plain Keras: the first update, and a whole first fit."""
 
 import measures
 from records import Contender, Section, Target, time_target
@@ -80,3 +80,29 @@ def section():
     targets.append(Target(text, graphs_again, 0, form="{:.0f}"))
     title = "first step: processor time from the call to the end of the first batch"
     return Section("first-step", title, "first", every, targets, rounds=PROCESSES)
+
+
+# The whole first fit, and the first evaluate after it
+
+WHOLE_BATCH, WHOLE_MICRO_BATCH = 16, 4
+
+
+def whole_section():
+    """Processes that do the same differ by what else the machine does: so the least counts."""
+    contenders, targets = {}, []
+    for model in ("mobilenet", "transformer"):
+        for way, accumulate in ((PLAIN, None), (OURS, {"micro_batch_size": WHOLE_MICRO_BATCH})):
+            options = {"model": model, "batch": WHOLE_BATCH, "accumulate": accumulate}
+            contenders[f"{model}: {way}"] = Contender(
+                f"{MODELS[model]}: {way}", "whole", options, library="first_step_contenders"
+            )
+        targets += [whole_target(f"{model}: {OURS}", model, call) for call in CALLS]
+    title = "first fit and evaluate, each from its call to its return: processor time"
+    return Section("first-fit", title, "least", contenders, targets, rounds=PROCESSES)
+
+
+def whole_target(each, model, call):
+    def ratio(results):
+        return measures.least_ratio(results, each, plain(each), call)
+
+    return Target(f"{call}, {MODELS[model]}: macrobatch over plain Keras", ratio)

@@ -46,8 +46,10 @@ def training(description):
 class Fit:
     """Steps as fit() takes them, without its callbacks: from an iterator, which is always ready."""
 
-    def __init__(self, compiled_model, model, batch, micro_batches=1, **_):
-        self.model, self.calls = compiled_model, micro_batches
+    def __init__(
+        self, compiled_model, model, batch, micro_batches=1, batches=1, steps_per_execution=1, **_
+    ):
+        self.model, self.calls = compiled_model, micro_batches * batches // steps_per_execution
         batches = dataset(*workloads.data(model, batch), micro_batches)
         if model == "padded transformer":  # as of padded_batch, which knows no longest sequence
             batches = batches.map(lambda *batch: tuple(map(of_any_length, batch)))

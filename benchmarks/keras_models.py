@@ -11,7 +11,9 @@ def build(name):
     if name.endswith("cnn"):
         return cnn(side=16 if name == "small cnn" else 32)
     if name == "mlp":
-        return mlp()
+        return mlp(workloads.MLP_WIDTHS)
+    if name == "tiny":
+        return mlp(workloads.TINY_WIDTHS)
     if name == "embedding":
         return bag_of_ids()
     if name == "encoder":
@@ -27,8 +29,8 @@ def cnn(side):
     return inputs, layers.Dense(10)(layers.GlobalAveragePooling2D()(x))
 
 
-def mlp():
-    first, *hidden, last = workloads.MLP_WIDTHS
+def mlp(widths):
+    first, *hidden, last = widths
     inputs = x = keras.Input((first,))
     for width in hidden:
         x = layers.Dense(width, activation="relu")(x)
@@ -75,7 +77,7 @@ def transformer(length, layers, width, vocabulary, last=None):
     return tokens, keras.layers.Dense(last or vocabulary)(x)
 
 
-def compiled(model, make=None, jit_compile=False, optimizer="adam", steps=None, **_):
+def compiled(model, make=None, jit_compile=False, optimizer="adam", steps=None, **more):
     """A compiled model, the same weights in every process.
 
     Args:
@@ -84,6 +86,7 @@ def compiled(model, make=None, jit_compile=False, optimizer="adam", steps=None, 
         jit_compile: as in compile().
         optimizer: "adam" or "sgd".
         steps: gradient_accumulation_steps of the optimizer.
+        more: may have steps_per_execution, as in compile().
     """
     keras.utils.set_random_seed(0)
     made = (make or keras.Model)(*build(model))
@@ -96,7 +99,8 @@ def compiled(model, make=None, jit_compile=False, optimizer="adam", steps=None, 
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     if model == "encoder":
         loss = in_batch_softmax
-    made.compile(rule, loss, jit_compile=jit_compile)
+    execution = {name: value for name, value in more.items() if name == "steps_per_execution"}
+    made.compile(rule, loss, jit_compile=jit_compile, **execution)
     if keras.__version__ >= "3":  # a compiled step can make no variables
         made.optimizer.build(made.trainable_variables)
     return made

@@ -85,6 +85,11 @@ def count(results, name, what):
     return max(results["contenders"][name][what])
 
 
+def least_ratio(results, name, other, what):
+    """The least of a figure over the least of another contender's."""
+    return min(figure(results, name, what)) / min(figure(results, other, what))
+
+
 def figure(results, name, what):
     """A figure of a contender, one value for each of its processes."""
     if "failed" in results["contenders"][name]:

@@ -20,7 +20,7 @@ BASES["accumulated"] = "plain accumulation's"
 
 def draw(section, results, path):
     ways = {"bars": bars, "memory": memory, "line": line, "first": first_step_bars}
-    ways["figures"] = figures
+    ways.update(least=least_bars, figures=figures)
     drawn = ways[section.kind](section, results)
     drawn.suptitle(section.title, x=0.01, ha="left", fontsize=11, fontweight="bold")
     drawn.savefig(path, dpi=150)
@@ -49,16 +49,18 @@ def bars(section, results):
     ratios = [available(measures.time_ratio, results, name, section.base) for name in names]
     size = (10, 1.3 + 0.36 * len(names))
     figure, (left, right) = plt.subplots(1, 2, figsize=size, layout="constrained", sharey=True)
+    form = "{:.2f}"
     if "-" in ratios:  # What all are compared with has failed: seconds are still known.
         ratios = [measures.spread(measures.seconds(results, name)) for name in names]
-        left.set_xlabel("seconds of an update")
+        form = "{:.3g}"
+        left.set_xlabel("seconds")
     else:
         left.set_xlabel(f"time of an update, over {BASES[section.base]}")
         left.set_title(f"| target for macrobatch: {section.mark:.2f}", fontsize=9, color=TARGET)
         for row in (row for row, name in enumerate(names) if name in ("macrobatch", "tokens")):
             ends = [row - 0.5, row + 0.5]
             left.plot([section.mark] * 2, ends, color=TARGET, linewidth=2.5, zorder=3)
-    bar_panel(left, names, ratios, "{:.2f}", section.mark)
+    bar_panel(left, names, ratios, form, section.mark)
     bar_panel(right, names, [measures.growth(results, name) for name in names], "{:.0f}")
     right.set_xlabel("peak memory above the start, MiB")
     left.set_yticks(range(len(names)), [contenders[name]["label"] for name in names])
@@ -171,18 +173,32 @@ def first_step_bars(section, results):
         for name in first_step.limits()
     }
     ratios = {name: ratio for name, ratio in ratios.items() if ratio != "-"}
-    size = (8, 1.3 + 0.36 * len(ratios))
-    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    figure, axes = ratio_axes({section.contenders[n].label: r.median for n, r in ratios.items()})
     for row, (name, ratio) in enumerate(ratios.items()):
         errors = [[ratio.median - ratio.low], [ratio.high - ratio.median]]
-        axes.barh(row, ratio.median, 0.68, color=OURS, xerr=errors, error_kw={"capsize": 2.5})
-        axes.text(0.03, row, f"{ratio.median:.2f}", va="center", fontsize=9, color="white")
+        axes.errorbar(ratio.median, row, xerr=errors, ecolor="black", capsize=2.5)
         limit = first_step.limits()[name]
         axes.plot([limit] * 2, [row - 0.5, row + 0.5], color=TARGET, linewidth=2.5, zorder=3)
+    axes.set_title("| target", fontsize=9, color=TARGET)
+    return figure
+
+
+def least_bars(section, results):
+    """The figures of the targets, which are ratios."""
+    ratios = {target.text: available(target.value, results) for target in section.targets}
+    return ratio_axes({text: ratio for text, ratio in ratios.items() if ratio != "-"})[0]
+
+
+def ratio_axes(ratios):
+    """A bar for each ratio of processor times, from its label."""
+    size = (8, 1.3 + 0.36 * len(ratios))
+    figure, axes = plt.subplots(figsize=size, layout="constrained")
+    for row, ratio in enumerate(ratios.values()):
+        axes.barh(row, ratio, 0.68, color=OURS)
+        axes.text(0.03, row, f"{ratio:.2f}", va="center", fontsize=9, color="white")
     axes.axvline(1, color="black", linewidth=1)
-    axes.set_yticks(range(len(ratios)), [section.contenders[name].label for name in ratios])
+    axes.set_yticks(range(len(ratios)), list(ratios))
     axes.invert_yaxis()
     axes.set_xlabel(f"processor time, over {BASES['plain']}")
-    axes.set_title("| target", fontsize=9, color=TARGET)
     axes.spines[["top", "right"]].set_visible(False)
-    return figure
+    return figure, axes

@@ -39,7 +39,9 @@ class Target(NamedTuple):
 class Section(NamedTuple):
     name: str
     title: str
-    kind: str  # of the table and the picture: "bars", "memory", "line", "first" or "figures"
+    kind: (
+        str  # of the table and the picture: "bars", "memory", "line", "first", "least" or "figures"
+    )
     contenders: Dict[str, Contender]
     targets: List[Target]
     base: str = ""  # the contender that times are compared with in the table and the picture

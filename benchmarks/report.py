@@ -32,6 +32,8 @@ def contender_table(section, results):
         return memory_table(results)
     if section.kind == "first":
         return first_step_table(results)
+    if section.kind == "least":
+        return least_table(results)
     if section.kind == "figures":
         return figures_table(results)
     base = section.base
@@ -74,6 +76,22 @@ def first_step_table(results):
         counts = [measures.count(results, name, what) for what in ("traces", "graphs again")]
         ratio = time_cell(results, name, first_step.plain(name))
         rows.append([contender["label"], seconds, ratio, *map(str, counts)])
+    return filled(rows)
+
+
+def least_table(results):
+    """One row for each contender: the least of each figure, and over the plain contender's."""
+    calls = first_step.CALLS
+    rows = [["contender", *(cell for c in calls for cell in (f"{c}, seconds", "over plain Keras"))]]
+    for name, contender in results["contenders"].items():
+        if "failed" in contender:
+            rows.append([contender["label"], f"failed: {contender['failed']}"])
+            continue
+        cells = [contender["label"]]
+        for call in calls:
+            ratio = available(measures.least_ratio, results, name, first_step.plain(name), call)
+            cells += [f"{min(contender[call]):.2f}", with_spread(ratio, "{:.2f}")]
+        rows.append(cells)
     return filled(rows)
 
 

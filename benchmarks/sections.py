@@ -4,6 +4,7 @@ import auto_sizes
 import backends
 import first_step
 import measures
+import numpy as np
 from records import Contender, Section, Target, peak_target, time_target
 
 K = 8  # micro-batches of a batch
@@ -340,6 +341,34 @@ def linear():
     return Section("linear", text, "line", contenders, targets, starts=2)
 
 
+# A tiny model: what a step costs beside its arithmetic
+
+TINY_BATCH, TINY_BATCHES = 64, 100  # batches that are timed together
+
+
+def tiny():
+    contenders, targets = {}, []
+    common = {"model": "tiny", "batch": TINY_BATCH, "batches": TINY_BATCHES}
+    for steps in (1, 10):
+        options = {**common, "steps_per_execution": steps}
+        cut = {**options, "accumulate": {"micro_batch_size": TINY_BATCH // 2}}
+        text = f"steps_per_execution={steps}"
+        names = f"macrobatch {steps}", f"plain {steps}"
+        contenders[names[0]] = Contender(f"macrobatch, {text}", "macrobatch", cut)
+        contenders[names[1]] = Contender(f"plain Keras, {text}", "plain", options)
+        targets.append(time_target(f"macrobatch over plain Keras, {text}", *names))
+        targets += [each_batch(contenders[name].label, name) for name in names]
+    text = f"Dense 32, batches of {TINY_BATCH} in 2 micro-batches: time of {TINY_BATCHES} batches"
+    return Section("tiny", text, "bars", contenders, targets, steps=5)
+
+
+def each_batch(label, name):
+    def milliseconds(results):
+        return measures.spread(1e3 * np.divide(measures.seconds(results, name), TINY_BATCHES))
+
+    return Target(f"time of a batch: {label}", milliseconds, form="{:.2f} ms")
+
+
 def all_sections():
     sections = [
         cost("cnn", "CNN", 16, 1.03, steps=3),
@@ -356,7 +385,9 @@ def all_sections():
         progress(),
         embedding(),
         linear(),
+        tiny(),
         first_step.section(),
+        first_step.whole_section(),
         *auto_sizes.sections(),
         *backends.sections(),
     ]

@@ -6,6 +6,7 @@ LEARNING_RATE, ADAM_EPSILON = 1e-4, 1e-7
 SEQUENCE = 64
 CNN_LAYERS = [(32, 1), (32, 2), (64, 1), (64, 2)]  # filters and strides
 MLP_WIDTHS = [784, 2048, 2048, 2048, 2048, 10]  # 14.2 million parameters
+TINY_WIDTHS = [32, 32, 10]
 TRANSFORMERS = {
     "transformer": {"layers": 2, "width": 128, "vocabulary": 2000},
     "padded transformer": {"layers": 2, "width": 128, "vocabulary": 2000},
@@ -25,8 +26,9 @@ def data(model, examples):
         return random.normal(size=(examples, 32, 32, 3)).astype("float32"), labels
     if model == "small cnn":
         return random.normal(size=(examples, 16, 16, 3)).astype("float32"), labels
-    if model == "mlp":
-        return random.normal(size=(examples, MLP_WIDTHS[0])).astype("float32"), labels
+    if model in ("mlp", "tiny"):
+        widths = MLP_WIDTHS if model == "mlp" else TINY_WIDTHS
+        return random.normal(size=(examples, widths[0])).astype("float32"), labels
     if model == "embedding":
         return random.integers(0, EMBEDDING_ROWS, (examples, IDS), dtype="int32"), labels
     vocabulary = TRANSFORMERS[model]["vocabulary"]

@@ -152,6 +152,41 @@ def test_a_second_call_must_make_no_graph(again, verdict):
     assert row[1:] == ["at most 0", str(again), verdict]
 
 
+def test_the_least_of_a_whole_first_fit_counts():
+    import report
+    import sections
+
+    section = sections.all_sections()["first-fit"]
+    contenders = {
+        name: {"label": name, "fit": [9.0, 3.0 if "macrobatch" in name else 2.0], "evaluate": [1.0]}
+        for name in section.contenders
+    }
+    contenders["transformer: plain Keras"] = {"label": "transformer", "failed": "ValueError: no"}
+    rows = report.contender_table(section, {"contenders": contenders})
+    assert rows[1][1:] == ["2.00", "1.00", "1.00", "1.00"]
+    assert rows[2][1:] == ["3.00", "1.50", "1.00", "1.00"]
+    assert rows[4][1:] == ["3.00", "-", "1.00", "-"]
+    targets = report.target_table(section, {"contenders": contenders})
+    assert [row[2] for row in targets[1:3]] == ["1.50 x", "1.00 x"]
+
+
+def test_batches_of_a_tiny_model_are_timed_together():
+    import report
+    import sections
+
+    section = sections.all_sections()["tiny"]
+    found = results(
+        **{name: [0.15 if "macrobatch" in name else 0.1] for name in section.contenders}
+    )
+    rows = report.target_table(section, found)
+    measured = {row[2].split(" (")[0] for row in rows if "macrobatch over plain" in row[0]}
+    assert measured == {"1.50 x"}
+    assert {row[2].split(" (")[0] for row in rows if "of a batch" in row[0]} == {
+        "1.50 ms",
+        "1.00 ms",
+    }
+
+
 def test_traces_and_graphs_are_counted_where_there_are_some():
     import first_step_contenders
     import keras
