@@ -1,6 +1,7 @@
 """accumulate and release: fit() on whole batches, in the memory of micro-batches."""
 
-from typing import Any, Callable, Dict, Optional, TypeVar, Union
+import contextlib
+from typing import Any, Callable, ContextManager, Dict, Optional, TypeVar, Union
 
 import keras
 
@@ -122,8 +123,13 @@ def accumulate(
         batch_checks.free_lengths(inputs_of(model), cut.axis)
     optimizer = getattr(model, "optimizer", None)
     _optimizer_checks.sees_overflows(optimizer, nonfinite, "update")
+    # What takes a model looks at methods of its own, and may refuse them. The model then stays as
+    # it is.
+    with _own_methods(model):
+        accumulation = _room().Accumulation(
+            model, cut, weight, nonfinite, memory_limit, of_whole_batch
+        )
     release(model)
-    accumulation = _room().Accumulation(model, cut, weight, nonfinite, memory_limit, of_whole_batch)
     settings = {
         "micro_batch_size": cut.size,
         "micro_batch_tokens": cut.tokens,
@@ -167,6 +173,12 @@ def settings_of(model: Any) -> Optional[Dict[str, Any]]:
     """What `accumulate` was called with, by name, without what was left out; None if it was not."""
     accumulation = accumulation_of(model)
     return None if accumulation is None else dict(accumulation.settings)
+
+
+def _own_methods(model: Any) -> ContextManager[None]:
+    """A context in which a model has its own methods, accumulated or not."""
+    accumulation = accumulation_of(model)
+    return contextlib.nullcontext() if accumulation is None else accumulation.taken_off()
 
 
 def _room() -> Any:

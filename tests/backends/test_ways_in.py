@@ -28,6 +28,15 @@ def test_settings_are_known_until_release():
     assert settings_of(macrobatch.release(model)) is None
 
 
+@pytest.mark.skipif(BACKEND == "torch", reason="no setting that is refused as late")
+def test_a_refusal_leaves_a_model_as_it_is():
+    model = keras.Sequential([keras.Input([None, 4]), keras.layers.Dense(1)])
+    step = macrobatch.accumulate(model, 3).train_step
+    with pytest.raises(ValueError, match=r"sequence_axis=1 and whole_batch_loss=True"):
+        macrobatch.accumulate(model, 3, sequence_axis=1, whole_batch_loss=True)
+    assert model.train_step == step
+
+
 NAMES = ["find_micro_batch_size", "wait_for_workers"]
 
 

@@ -905,10 +905,12 @@ def test_a_step_that_compares_examples_and_cuts_its_batch_itself(eagerly):
 def test_settings_that_do_not_go_with_an_own_step():
     inputs = keras.Input([None])
     model = step_cases.Guide(inputs, keras.layers.Identity()(inputs))
+    step = macrobatch.accumulate(model, 3).train_step
     with pytest.raises(ValueError, match=r"sequence_axis=1.*value_and_gradients"):
         macrobatch.accumulate(model, 3, sequence_axis=1)
     with pytest.raises(ValueError, match=r"whole_batch_loss=True.*forward="):
         macrobatch.accumulate(model, 3, whole_batch_loss=True)
+    assert model.train_step == step
     with mirrored(2).scope():
         model = step_cases.guide({})
     with pytest.raises(ValueError, match=r"2 replicas.*value_and_gradients"):

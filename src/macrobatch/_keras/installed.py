@@ -36,12 +36,27 @@ class Installed:
 
     def uninstall(self) -> None:
         """Gives the model its own methods back."""
-        for name, method in list(vars(self.model).items()):
-            if getattr(method, "__self__", None) is self:
-                delattr(self.model, name)
+        self._take_off()
+        self._make_anew()
+
+    @contextlib.contextmanager
+    def taken_off(self) -> Iterator[None]:
+        """A context in which the model has its own methods. What was made with others is kept."""
+        methods = self._take_off()
+        try:
+            yield
+        finally:
+            for name, method in methods.items():
+                setattr(self.model, name, method)
+
+    def _take_off(self) -> Dict[str, Callable[..., Any]]:
+        found = vars(self.model).items()
+        methods = {name: each for name, each in found if getattr(each, "__self__", None) is self}
+        for name in methods:
+            delattr(self.model, name)
         for name, method in self._replaced.items():
             setattr(self.model, name, method)
-        self._make_anew()
+        return methods
 
     def _make_anew(self) -> None:
         """Forgets functions that were made before. In the middle of fit() Keras needs new ones."""
