@@ -76,14 +76,16 @@ check: .venv/dev-installed
 # Neighbours stay in one process as long as both have work: they share what they compare with. Three
 # processes: some tests wait, for processes of their own.
 PYTEST = -m pytest -n 3 --dist worksteal --durations 10
+# The folders of tests that JAX and torch run, too. A file that imports TensorFlow is left out there.
+ON_BACKENDS = tests/equivalence tests/fit tests/loops tests/backends
 
 pytest: .venv/dev-installed
 	.venv/bin/python $(PYTEST)
 
 test-all: .venv/dev-installed .venv-jax/test-installed .venv-torch/test-installed
 	.venv/bin/python $(PYTEST) -m ""
-	KERAS_BACKEND=jax .venv-jax/bin/python $(PYTEST) -m "" --confcutdir tests/backends tests/backends
-	KERAS_BACKEND=torch .venv-torch/bin/python $(PYTEST) -m "" --confcutdir tests/backends tests/backends
+	KERAS_BACKEND=jax .venv-jax/bin/python $(PYTEST) -m "" $(ON_BACKENDS)
+	KERAS_BACKEND=torch .venv-torch/bin/python $(PYTEST) -m "" $(ON_BACKENDS)
 
 test-oldest: .venv-oldest/dev-installed
 	.venv-oldest/bin/python $(PYTEST)
@@ -93,9 +95,8 @@ environments: .venv/dev-installed .venv-jax/test-installed .venv-torch/test-inst
 
 test-backends: test-jax test-torch
 
-# Without tests/conftest.py, which is for TensorFlow.
 test-jax test-torch: test-%: .venv-%/test-installed
-	KERAS_BACKEND=$* .venv-$*/bin/python $(PYTEST) --confcutdir tests/backends tests/backends
+	KERAS_BACKEND=$* .venv-$*/bin/python $(PYTEST) $(ON_BACKENDS)
 
 test-hub: .venv-hub/installed
 	.venv-hub/bin/python -m pytest -m "" -k "lora or keras_hub" tests/processes/test_run.py tests/processes/test_notebooks.py tests/fit/test_examples_that_meet.py

@@ -1,34 +1,82 @@
-"""Everything runs in float64 unless a test says otherwise: equality is then to 1e-10."""
+"""Everything runs in float64 unless a test says otherwise: equality is then to 1e-10.
+
+Tests run on the backend that KERAS_BACKEND names. A file that imports a backend, at its top, is
+left out on the others. So is one that has another backend in its name.
+"""
 
 import gc
 import os
+import re
+import tempfile
 
 import pytest
+
+BACKEND = os.environ.get("KERAS_BACKEND", "tensorflow")
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 # What XLA compiles here runs for microseconds: compile it quickly rather than well.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
+# float64 on JAX, before it is imported.
+os.environ.setdefault("JAX_ENABLE_X64", "1")
 
 # Sizes that other runs have found would change what tests do.
 os.environ["MACROBATCH_CACHE"] = "0"
 
-# A command, tests of other environments, and scripts that tests run.
-collect_ignore = ["mutants", "backends", "processes/scripts"]
+# JAX need not compile again what it compiled in one process, or for one model. Processes of this
+# run start with the same variables.
+if BACKEND == "jax" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    folder = tempfile.TemporaryDirectory()
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = folder.name
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
+# A command, and scripts that tests run.
+collect_ignore = ["mutants", "processes/scripts"]
+if BACKEND == "tensorflow":
+    collect_ignore.append("backends")
+else:
+    collect_ignore += ["fit/test_keras_trainer.py", "fit/test_batch_norm.py"]
+    collect_ignore += ["equivalence/test_properties.py"]
+
+OTHERS = {"tensorflow", "jax", "torch"} - {BACKEND}
+IMPORTS_ANOTHER = re.compile(rf"^(import|from) ({'|'.join(OTHERS)})\w*\b", re.MULTILINE)
+
+
+def pytest_ignore_collect(collection_path):
+    """Leaves out files of other backends."""
+    if collection_path.suffix != ".py":
+        return None
+    is_named_so = not OTHERS.isdisjoint(collection_path.stem.split("_"))
+    return is_named_so or bool(IMPORTS_ANOTHER.search(collection_path.read_text())) or None
 
 
 def pytest_configure(config):
-    """Prepares TensorFlow in processes that run tests, not in one that starts others for them."""
+    """Prepares the backend in processes that run tests, not in one that starts others for them."""
     starts_others = config.getoption("numprocesses", None) and not hasattr(config, "workerinput")
     if not starts_others:
+        prepare()
+
+
+def prepare():
+    if BACKEND == "tensorflow":
         import prepared  # noqa: F401
+    elif BACKEND == "jax":
+        import jax
+
+        jax.config.update("jax_num_cpu_devices", 2)  # before JAX first computes
+    else:
+        import torch
+
+        torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True, scope="module")
 def kept_graphs():
     """TensorFlow keeps the graphs of functions in functions: they need not be looked through."""
     yield
-    gc.collect()
-    gc.freeze()
+    if BACKEND == "tensorflow":
+        gc.collect()
+        gc.freeze()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -45,19 +93,19 @@ def is_quick(request):
 
 
 @pytest.fixture(autouse=True)
-def trials(request, monkeypatch):
-    """Whether examples meet is tried by the tests about that. `make test-all` tries all models."""
+def interaction_check(request, monkeypatch):
+    """Only tests about it check whether examples interact. `make test-all` checks all models."""
     if is_quick(request) and not request.node.get_closest_marker("examples_meet"):
-        from macrobatch._fit.meeting import Meeting
+        from support.inside import skip_interaction_check
 
-        monkeypatch.setattr(Meeting, "start", lambda self: None)
-        monkeypatch.setattr(Meeting, "watching", lambda self, step: step)
+        skip_interaction_check(monkeypatch)
 
 
 @pytest.fixture(autouse=True)
 def eager(request, monkeypatch):
     """Tests with the mark `eager` run in eager mode, which takes less time than a trace."""
-    if is_quick(request) and request.node.get_closest_marker("eager"):
+    is_marked = request.node.get_closest_marker("eager")
+    if BACKEND == "tensorflow" and is_quick(request) and is_marked:
         from keras import Model
 
         compile_model = Model.compile
@@ -71,9 +119,15 @@ def eager(request, monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def double_precision():
+def double_precision(monkeypatch):
+    """float64 that is float64: outside of TensorFlow, Keras computes some of it in float32."""
     from keras import config, utils
 
+    if BACKEND != "tensorflow":
+        from keras.src.backend.common import dtypes
+
+        for name in list(dtypes.BIT64_TO_BIT32_DTYPE):
+            monkeypatch.setitem(dtypes.BIT64_TO_BIT32_DTYPE, name, name)
     config.set_floatx("float64")
     config.set_dtype_policy("float64")
     utils.set_random_seed(0)

@@ -11,6 +11,7 @@ The ways in, one file each:
     _verify                      verify: is it exact for this model and this batch, and if not, why
     _plan                        find_micro_batch_size: which size fits, and which is fastest
     _gradient_noise_scale        GradientNoiseScale: is a larger batch worth it
+    _settings                    settings_of: what a model accumulates with
 
 The rooms, in the order of the data flow. A room imports only from those above it:
 
@@ -47,6 +48,7 @@ if _TYPE_CHECKING:
     from macrobatch._gradient_accumulator import GradientAccumulator
     from macrobatch._gradient_noise_scale import GradientNoiseScale
     from macrobatch._plan.find import find_micro_batch_size
+    from macrobatch._settings import settings_of
     from macrobatch._value_and_gradients import value_and_gradients
     from macrobatch._verify.verify import verify
     from macrobatch._workers.wait import wait_for_workers
@@ -60,6 +62,7 @@ __all__ = [
     "accumulate",
     "find_micro_batch_size",
     "release",
+    "settings_of",
     "value_and_gradients",
     "verify",
     "wait_for_workers",
@@ -72,6 +75,7 @@ _ROOMS = {
     "accumulate": "_accumulate",
     "find_micro_batch_size": "_plan.find",
     "release": "_accumulate",
+    "settings_of": "_settings",
     "value_and_gradients": "_value_and_gradients",
     "verify": "_verify.verify",
     "wait_for_workers": "_workers.wait",

@@ -1,7 +1,7 @@
 """accumulate and release: fit() on whole batches, in the memory of micro-batches."""
 
 import contextlib
-from typing import Any, Callable, ContextManager, Dict, Optional, TypeVar, Union
+from typing import Any, Callable, ContextManager, Optional, TypeVar, Union
 
 import keras
 
@@ -12,6 +12,7 @@ from macrobatch._checks import NONFINITE, one_of
 from macrobatch._keras import model_checks as checks
 from macrobatch._keras.installed import accumulation_of
 from macrobatch._keras.model import inputs_of
+from macrobatch._settings import Settings
 from macrobatch._sizes import limit as limits
 
 Model = TypeVar("Model")
@@ -130,17 +131,13 @@ def accumulate(
             model, cut, weight, nonfinite, memory_limit, of_whole_batch
         )
     release(model)
-    settings = {
-        "micro_batch_size": cut.size,
-        "micro_batch_tokens": cut.tokens,
-        "sequence_axis": cut.axis,
-        "lengths": cut.lengths,
-        "micro_batch_weight": weight,
-        "memory_limit": memory_limit,
-        "whole_batch_loss": of_whole_batch or None,
-        "nonfinite": None if nonfinite == NONFINITE[0] else nonfinite,
-    }
-    accumulation.settings = {name: each for name, each in settings.items() if each is not None}
+    accumulation.settings = Settings(
+        *(cut.size, cut.tokens, cut.axis, cut.lengths),
+        micro_batch_weight=weight,
+        whole_batch_loss=of_whole_batch,
+        memory_limit=memory_limit,
+        nonfinite=nonfinite,
+    )
     accumulation.install()
     return model
 
@@ -167,12 +164,6 @@ def release(model: Model) -> Model:
     if accumulation is not None:
         accumulation.uninstall()
     return model
-
-
-def settings_of(model: Any) -> Optional[Dict[str, Any]]:
-    """What `accumulate` was called with, by name, without what was left out; None if it was not."""
-    accumulation = accumulation_of(model)
-    return None if accumulation is None else dict(accumulation.settings)
 
 
 def _own_methods(model: Any) -> ContextManager[None]:

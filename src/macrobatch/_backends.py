@@ -31,7 +31,7 @@ _ELSEWHERE = {
 }
 _FIT = "macrobatch.accumulate(model, micro_batch_size=8) with fit()"
 _FINDS = 'macrobatch.accumulate(model, "auto") with fit(), which finds a size while it trains'
-_ON_ANY = ("accumulate", "release", "verify", "GradientNoiseScale")
+_ON_ANY = ("accumulate", "release", "settings_of", "verify", "GradientNoiseScale")
 INSTALL = (
     "Install one of them: pip install 'macrobatch[cpu]' (TensorFlow; for a GPU 'macrobatch[gpu]'), "
     "'macrobatch[jax]' or 'macrobatch[torch]'. On JAX and torch, set the environment variable "

@@ -9,8 +9,7 @@ from builders import X, Y, dense
 from support import BACKEND
 
 import macrobatch
-from macrobatch import cli
-from macrobatch._accumulate import settings_of
+from macrobatch import cli, settings_of
 from macrobatch._run.hook import Hook
 
 
@@ -24,7 +23,7 @@ def test_tensorflow_is_not_needed():
 
 def test_settings_are_known_until_release():
     model = macrobatch.accumulate(dense(), 3, whole_batch_loss=True)
-    assert settings_of(model) == {"micro_batch_size": 3, "whole_batch_loss": True}
+    assert settings_of(model).arguments() == {"micro_batch_size": 3, "whole_batch_loss": True}
     assert settings_of(macrobatch.release(model)) is None
 
 
@@ -113,7 +112,7 @@ def test_a_script_that_knows_nothing_of_it():
         model.fit(X, Y, batch_size=8, verbose=0)
     finally:
         hook.uninstall()
-    assert settings_of(model) == {"micro_batch_size": 3}
+    assert settings_of(model).arguments() == {"micro_batch_size": 3}
     # 19 examples, by 8 and by 3
     assert hook.fits.summary().startswith("3 batches, 7 micro-batches, peak memory ")
     assert not [name for name in sys.modules if name.split(".")[0] == "tensorflow"]

@@ -74,9 +74,7 @@ class Case:
     def check(self, mode, monkeypatch):
         """Trains the model accumulated; it ends where plain Keras ends."""
         if mode == "replicas":
-            from test_accumulator_everywhere import mirrored
-
-            monkeypatch.setattr(support, "strategy", mirrored(2))
+            monkeypatch.setattr(support, "strategy", support.mirrored(2))
         model, history = train(
             self.build,
             self.x,

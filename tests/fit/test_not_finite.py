@@ -15,7 +15,7 @@ from support import MODES, assert_ended, assert_same_history, ended, thorough, t
 from test_accumulator_everywhere import mirrored
 
 import macrobatch
-from macrobatch._accumulate import settings_of
+from macrobatch import settings_of
 from macrobatch._keras.installed import accumulation_of
 
 SKIP = {"micro_batch_size": 3, "nonfinite": "skip"}
@@ -115,7 +115,7 @@ def test_sizes_that_are_found(quiet):
     """Each run of a batch, or of a part of it, may be run again in smaller micro-batches."""
     cut = {"micro_batch_size": "auto", "nonfinite": "skip"}
     model = check(mlp, (with_bad(X), Y), (X, Y), cut=cut, optimizer=adam)
-    assert settings_of(model)["nonfinite"] == "skip"
+    assert settings_of(model).nonfinite == "skip"
 
 
 @thorough_for("compiled", "eager")
@@ -500,7 +500,7 @@ def test_what_it_does_not_go_with():
 def test_settings():
     model = mlp()
     macrobatch.accumulate(model, **SKIP)
-    assert settings_of(model) == SKIP
+    assert settings_of(model).arguments() == SKIP
     model.compile("sgd", "mse")
     assert macrobatch.verify(model, X[:8], Y[:8]).exact
     macrobatch.release(model)

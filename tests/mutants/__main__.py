@@ -1,7 +1,7 @@
 """Breaks the package in many ways, one at a time, and sees whether its tests notice.
 
     python tests/mutants                all mutants, which takes long
-    python tests/mutants rows replica   those with one of these words in their names
+    python tests/mutants rows replica   those with one of these words in their names, files or tests
 
 A mutant is applied to a copy of src, in which only the tests that it names are run: those that
 `make test` runs. Mutants whose text is not found exactly once are refused.
@@ -149,8 +149,13 @@ def all_outcomes(mutants: List[Mutant]) -> Dict[str, str]:
     return found
 
 
+def text_of(mutant: Mutant) -> str:
+    """What words are looked for in."""
+    return " ".join([mutant.name, mutant.file, *mutant.tests])
+
+
 def main(words: List[str]) -> int:
-    chosen = [m for m in ALL if not words or any(word in m.name for word in words)]
+    chosen = [m for m in ALL if not words or any(word in text_of(m) for word in words)]
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
     import keras  # noqa: F401 - for the processes that are forked

@@ -152,8 +152,8 @@ MUTANTS = [
     Mutant(
         "verify: settings of the model are forgotten",
         "_accumulate.py",
-        '"whole_batch_loss": of_whole_batch or None',
-        '"whole_batch_loss": None',
+        "whole_batch_loss=of_whole_batch",
+        "whole_batch_loss=False",
         (TESTS + "whole_batch_loss_as_the_way_out",),
     ),
     Mutant(

@@ -9,6 +9,7 @@ def test_public_names():
         "accumulate",
         "find_micro_batch_size",
         "release",
+        "settings_of",
         "value_and_gradients",
         "verify",
         "wait_for_workers",

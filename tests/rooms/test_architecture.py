@@ -63,16 +63,17 @@ MAY_IMPORT = {
         "_sizes",
     },
     "_gradient_noise_scale": {*SHARED, "_keras", "_noise"},
-    "_accumulate": {*SHARED, "_batches", "_keras", "_sizes"},
+    "_settings": {"_checks", "_keras"},
+    "_accumulate": {*SHARED, "_batches", "_keras", "_settings", "_sizes"},
     "_no_trace": {*SHARED, "_batches", "_keras", "_accumulate"},
     "_verify": {
         *SHARED,
-        *("_batches", "_keras", "_accumulate", "_no_trace"),
+        *("_batches", "_keras", "_settings", "_accumulate", "_no_trace"),
     },
     "_plan": {
         *SHARED,
         *("_tensorflow", "_batches", "_keras", "_fit", "_sizes"),
-        *("_accumulate", "_no_trace"),
+        *("_settings", "_accumulate", "_no_trace"),
     },
     "_run": {
         *SHARED,
@@ -164,7 +165,16 @@ def test_each_backend_is_in_its_engine_only(module):
 
 # What `accumulate` needs before it knows the backend.
 NEUTRAL = [
-    *("_accumulate", "_batches", "_keras", "_sizes", "_found_sizes", "_no_trace", "_verify"),
+    *(
+        "_accumulate",
+        "_settings",
+        "_batches",
+        "_keras",
+        "_sizes",
+        "_found_sizes",
+        "_no_trace",
+        "_verify",
+    ),
     *("_checks", "_backends", "_types", "_engine", "_internals"),
 ]
 

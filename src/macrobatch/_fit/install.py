@@ -36,7 +36,6 @@ class Accumulation(Installed, Fitting):
         looks: whether the size of the first batch of a fit is still to be looked at.
         meeting: the trial whether examples meet.
         finite: runs batches without examples that are not finite, if asked for.
-        settings: what `accumulate` was called with, by name.
     """
 
     tries_losses = True
@@ -53,7 +52,6 @@ class Accumulation(Installed, Fitting):
         self.auto = None if cut.chosen is None else Auto(self, memory_limit)
         self.looks = False
         self._is_measured = False
-        self.settings: Dict[str, Any] = {}
         self._own = own.own_steps(model, cut, micro_batch_weight, self.begun)
         self._types: Optional[Callable[[], Batch]] = None  # of the batches that come next
         step = self._own.get("train_step")
@@ -90,6 +88,11 @@ class Accumulation(Installed, Fitting):
         if self.guard.is_wanted:
             methods["reset_metrics"] = self.reset_metrics
         return methods
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that share each batch."""
+        return 1 if self.strategy is None else int(self.strategy.num_replicas_in_sync)
 
     def measure(self, noise: Optional[Meter]) -> None:
         """Measures the gradient noise scale from the next batch on, or no more."""

@@ -100,6 +100,11 @@ class Accumulation(Installed, BuildsOpen):
             methods["fit"] = self.fit
         return methods
 
+    @property
+    def devices(self) -> int:
+        """The number of devices that share each batch."""
+        return devices.count()
+
     def count(self) -> Ran:
         """The counts of batches and of micro-batches."""
         return self.ran

@@ -15,14 +15,21 @@ class Installed:
 
     Attributes:
         model: the model.
+        settings: what `accumulate` was called with: a `Settings`.
     """
 
     model: Any
+    settings: Any
     _replaced: Dict[str, Any]
 
     def methods(self) -> Dict[str, Callable[..., Any]]:
         """The methods of the model that this one stands in for, by name."""
         raise NotImplementedError
+
+    @property
+    def devices(self) -> int:
+        """The number of devices that share each batch, over all workers."""
+        return 1
 
     def install(self) -> None:
         """Replaces the methods of the model that make and run its steps."""

@@ -8,7 +8,6 @@ from typing import Any, Callable, Dict, Iterator, Optional
 import tensorflow as tf
 
 from macrobatch import _internals
-from macrobatch._accumulate import settings_of
 from macrobatch._batches import checks as batch_checks
 from macrobatch._keras import model_checks as checks
 from macrobatch._no_trace.data import first_batch
@@ -16,6 +15,7 @@ from macrobatch._no_trace.unchanged import unchanged
 from macrobatch._plan.report import Plan
 from macrobatch._plan.search import Memory, Search, Tell
 from macrobatch._plan.trial import EXAMPLES, Unit
+from macrobatch._settings import settings_of
 from macrobatch._sizes import limit as limits
 from macrobatch._sizes import watch
 from macrobatch._sizes.limit import MemoryLimit
@@ -127,7 +127,8 @@ def find(
     limits.parsed(memory_limit)  # A slip should not wait for the model.
     checks.keras_model(model)
     _check(model)
-    own = settings_of(model) or {}
+    accumulated = settings_of(model)
+    own = {} if accumulated is None else accumulated.arguments()
     if not settings:
         settings = {name: own[name] for name in KEPT if own.get(name) is not None}
         if "micro_batch_tokens" in settings:  # whatever it was

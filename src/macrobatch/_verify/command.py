@@ -43,9 +43,9 @@ def _failed(reason: str) -> int:
 
 def _report(found: Captured, settings: Dict[str, Any]) -> Any:
     # TensorFlow is imported here, and not before the script has.
-    from macrobatch._accumulate import settings_of
     from macrobatch._keras import model_checks as checks
     from macrobatch._no_trace import data
+    from macrobatch._settings import settings_of
     from macrobatch._verify import verify
 
     checks.keras_model(found.model)

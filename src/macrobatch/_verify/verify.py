@@ -8,7 +8,6 @@ import numpy as np
 from keras import tree
 
 from macrobatch import _backends, _internals
-from macrobatch._accumulate import settings_of
 from macrobatch._batches import checks as batch_checks
 from macrobatch._checks import one_line
 from macrobatch._keras import model_checks as checks
@@ -17,6 +16,7 @@ from macrobatch._keras.finite import not_finite_parts
 from macrobatch._no_trace.compiled import SHORT
 from macrobatch._no_trace.data import first_batch
 from macrobatch._no_trace.unchanged import unchanged
+from macrobatch._settings import settings_of
 from macrobatch._types import Batch
 from macrobatch._verify import causes, messages, subject
 from macrobatch._verify.causes import Found, Inquiry
@@ -105,7 +105,9 @@ def verify(
             "argument: verify(model, x, y, micro_batch_size=8)."
         )
     settings = {name: value for name, value in settings.items() if value is not None}
-    settings = settings or settings_of(model) or {}
+    accumulated = settings_of(model)
+    if not settings and accumulated is not None:
+        settings = accumulated.arguments()
     batch_checks.sizes(
         settings.get("micro_batch_size"),
         settings.get("micro_batch_tokens"),

@@ -232,3 +232,10 @@ def draws():
         keras.layers.Dense(1).name,
         keras.initializers.GlorotUniform()([2, 2]).numpy().tolist(),
     )
+
+
+def mirrored(count=2):
+    """A strategy with this number of replicas on this machine, on TensorFlow."""
+    from test_accumulator_everywhere import mirrored
+
+    return mirrored(count)
