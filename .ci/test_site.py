@@ -4,9 +4,11 @@
 
 Checks, from files as a reader without a server has them: links and their anchors lead somewhere,
 pictures load, the console has no error, each page is readable at a small width and in dark mode.
+Docstrings must come out as their authors meant them: sections, signatures, links to other pages.
 """
 
 import argparse
+import html
 import html.parser
 import json
 import re
@@ -29,9 +31,27 @@ FLAGS = [
     "--enable-logging=stderr",
 ]
 # Runs in each page; its answer is read from the document that the browser prints.
-PROBE = """<script>window.addEventListener("load", () => setTimeout(() => {
+PROBE = r"""<script>window.addEventListener("load", () => setTimeout(() => {
+  const all = selector => [...document.querySelectorAll(selector)];
+  const longest = text => text.split("\n").sort((a, b) => b.length - a.length)[0];
+  const texts = elements => elements.map(each => each.textContent.trim().slice(0, 80));
+  const heading = /^\s*(Args|Attributes|Examples?|Notes?|Raises|Returns|Yields):?\s*(\n|$)/;
+  const whole = title => title.closest("p").nextElementSibling.children.length == 1;
   const found = {
     "pictures that do not load": [...document.images].filter(i => !i.naturalWidth).map(i => i.src),
+    "headings of docstrings that are mere text": texts(
+      all(".doc-contents p, .doc-contents blockquote, .doc-contents summary").filter(
+        each => !each.querySelector(".doc-section-title") && heading.test(each.textContent))),
+    "quotes, which no docstring has": texts(all(".doc-contents blockquote")),
+    "results in pieces": texts(all(".doc-section-title").filter(
+      each => /Returns|Yields/.test(each.textContent) && !whole(each)).map(
+      each => each.closest("p").nextElementSibling)),
+    "pages that are named and not linked": document.querySelector(".md-content").innerText.match(
+      /\bdocs\/[\w-]+\.md/g) || [],
+    "code wider than its box": window.innerWidth < 1280 ? [] :
+      all(".doc-signature code, .doc-contents pre code").filter(
+        each => each.scrollWidth > each.clientWidth).map(each => longest(each.textContent)),
+    "signatures": all(".doc-signature").length,
     "width": document.documentElement.scrollWidth, "window": window.innerWidth,
     "text": getComputedStyle(document.querySelector(".md-content p")).color,
     "ground": getComputedStyle(document.body).backgroundColor,
@@ -112,9 +132,12 @@ def faults(browser, page, width, dark):
     if not answer:
         yield f"the page did not answer: {result.stderr[-500:]}"
         return
-    found = json.loads(answer.group(1).replace("&quot;", '"').replace("&amp;", "&"))
-    if found["pictures that do not load"]:
-        yield f"pictures do not load: {found['pictures that do not load']}"
+    found = json.loads(html.unescape(answer.group(1)))
+    for what, where in found.items():
+        if where and isinstance(where, list):
+            yield f"{what}: {where}"
+    if page.name == "api.html" and not found["signatures"]:
+        yield "no name of the package is on it"
     if found["width"] > found["window"]:
         yield f"{found['width']} pixels wide in a window of {found['window']}"
     if abs(brightness(found["text"]) - brightness(found["ground"])) < 100:

@@ -95,16 +95,15 @@ def accumulate(
             a weight that is not finite), before any weight has changed. XLA drops checks of
             numbers: with `jit_compile=True`, weights of micro-batches are not checked.
 
-    Example:
-
-    >>> import keras, macrobatch, numpy as np
-    >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-    >>> model.compile("adam", "mse")
-    >>> model = macrobatch.accumulate(model, micro_batch_size=8)
-    >>> x, y = np.ones([128, 3]), np.ones([128, 1])
-    >>> history = model.fit(x, y, batch_size=64, verbose=0)  # the updates of batches of 64
-    >>> int(model.optimizer.iterations)
-    2
+    Examples:
+        >>> import keras, macrobatch, numpy as np
+        >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+        >>> model.compile("adam", "mse")
+        >>> model = macrobatch.accumulate(model, micro_batch_size=8)
+        >>> x, y = np.ones([128, 3]), np.ones([128, 1])
+        >>> history = model.fit(x, y, batch_size=64, verbose=0)  # 2 updates
+        >>> int(model.optimizer.iterations)
+        2
     """
     arguments = ["x", "y", "sample_weight"]
     cut = Cut(
@@ -153,11 +152,10 @@ def release(model: Model) -> Model:
     Returns:
         The model.
 
-    Example:
-
-    >>> import keras, macrobatch
-    >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-    >>> model = macrobatch.release(macrobatch.accumulate(model, micro_batch_size=8))
+    Examples:
+        >>> import keras, macrobatch
+        >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+        >>> model = macrobatch.release(macrobatch.accumulate(model, micro_batch_size=8))
     """
     checks.keras_model(model)
     accumulation = accumulation_of(model)

@@ -19,10 +19,10 @@ class ExactnessWarning(UserWarning):
 
     Given once per model, at its first step. It names the layer or the loss and the way out.
 
-    Example:
-
-    >>> import warnings, macrobatch
-    >>> warnings.simplefilter("error", macrobatch.ExactnessWarning)  # refuse inexact training
+    Examples:
+        >>> import warnings, macrobatch
+        >>> # Refuses inexact training:
+        >>> warnings.simplefilter("error", macrobatch.ExactnessWarning)
     """
 
 

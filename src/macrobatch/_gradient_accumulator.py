@@ -30,12 +30,12 @@ class GradientAccumulator(tf.Module):
     For loops that get their micro-batches one by one. The update is made from the weighted mean of
     the gradients. So micro-batches may differ in size, and windows in length:
 
-        for x, y in dataset:                            # each element is a micro-batch
+        for x, y in dataset:  # each element is a micro-batch
             with tf.GradientTape() as tape:
                 losses = losses_of(y, model(x, training=True))
-                loss = tf.reduce_mean(losses)           # a mean over len(x) examples: its weight
+                loss = tf.reduce_mean(losses)  # over len(x) examples: its weight
             accumulator.step(tape.gradient(loss, variables), weight=len(x))
-        accumulator.flush()                             # the last window, which is not full
+        accumulator.flush()  # the last window, which is not full
 
     A variable without a gradient in the whole window is not updated. Schedules, and all other
     counts of steps in the optimizer, count updates. Rows of embeddings stay rows. An accumulator
@@ -61,17 +61,16 @@ class GradientAccumulator(tf.Module):
             them. `"skip"` leaves the micro-batch out and counts it in `skipped`. `"raise"` is an
             error.
 
-    Example:
-
-    >>> import macrobatch, tensorflow as tf
-    >>> variable = tf.Variable(1.0)
-    >>> optimizer = tf.compat.v1.train.GradientDescentOptimizer(0.5)
-    >>> accumulator = macrobatch.GradientAccumulator(optimizer, [variable])
-    >>> accumulator.add([tf.constant(2.0)], weight=3)  # the mean of three examples
-    >>> accumulator.add([tf.constant(6.0)], weight=1)  # and of one
-    >>> accumulator.apply()  # the mean of four is 3
-    >>> float(variable.numpy())
-    -0.5
+    Examples:
+        >>> import macrobatch, tensorflow as tf
+        >>> variable = tf.Variable(1.0)
+        >>> optimizer = tf.compat.v1.train.GradientDescentOptimizer(0.5)
+        >>> accumulator = macrobatch.GradientAccumulator(optimizer, [variable])
+        >>> accumulator.add([tf.constant(2.0)], weight=3)  # the mean of three examples
+        >>> accumulator.add([tf.constant(6.0)], weight=1)  # and of one
+        >>> accumulator.apply()  # the mean of four is 3
+        >>> float(variable.numpy())
+        -0.5
     """
 
     def __init__(

@@ -14,7 +14,7 @@ class GradientNoiseScale(NoiseScale, keras.callbacks.Callback):
 
     Gradients of micro-batches differ from each other. How much they differ, compared with the
     gradient that they have in common, is the noise scale: a number of examples (McCandlish et al.
-    2018, https://arxiv.org/abs/1812.06162). A batch that is much smaller could be larger: fewer
+    2018, <https://arxiv.org/abs/1812.06162>). A batch that is much smaller could be larger: fewer
     updates, from hardly more examples. A batch that is much larger could be smaller: fewer
     examples, in hardly more updates.
 
@@ -37,18 +37,17 @@ class GradientNoiseScale(NoiseScale, keras.callbacks.Callback):
         ValueError: at the start of `fit`, if the model is not accumulated, brings its own
             `train_step`, or has `whole_batch_loss=True` or `sequence_axis=`.
 
-    Example:
-
-    >>> import keras, macrobatch, numpy as np
-    >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-    >>> model.compile("sgd", "mse")
-    >>> model = macrobatch.accumulate(model, micro_batch_size=8)
-    >>> x, y = np.random.normal(size=[2, 256, 3])
-    >>> noise = macrobatch.GradientNoiseScale()
-    >>> history = model.fit(x, y[:, :1], batch_size=64, verbose=0, callbacks=[noise])
-    >>> sorted(history.history)
-    ['gradient_norm', 'loss', 'noise_scale']
-    >>> advice = noise.advice()  # "Gradient noise scale 9.1: a batch of 64 is above it, so ..."
+    Examples:
+        >>> import keras, macrobatch, numpy as np
+        >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> model = macrobatch.accumulate(model, micro_batch_size=8)
+        >>> x, y = np.random.normal(size=[256, 3]), np.ones([256, 1])
+        >>> noise = macrobatch.GradientNoiseScale()
+        >>> history = model.fit(x, y, batch_size=64, verbose=0, callbacks=[noise])
+        >>> sorted(history.history)
+        ['gradient_norm', 'loss', 'noise_scale']
+        >>> advice = noise.advice()  # "Gradient noise scale 9.1: a batch of 64 is ..."
     """
 
     def __init__(self, every: int = 10, decay: float = 0.95):

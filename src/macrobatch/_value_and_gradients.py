@@ -131,23 +131,22 @@ def value_and_gradients(
             fault that shows only when the graph runs is an InvalidArgumentError. XLA drops checks
             of numbers.
 
-    Example:
-
-    >>> import keras, macrobatch, tensorflow as tf
-    >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-    >>> optimizer = keras.optimizers.Adam()
-    >>> mse = keras.losses.MeanSquaredError(reduction=None)
-    >>> def loss_fn(micro_batch):
-    ...     x, y = micro_batch
-    ...     return mse(y, model(x, training=True))
-    >>> @tf.function
-    ... def train_step(batch):
-    ...     loss, gradients = macrobatch.value_and_gradients(
-    ...         loss_fn, model.trainable_variables, batch, micro_batch_size=8
-    ...     )
-    ...     optimizer.apply(gradients, model.trainable_variables)
-    ...     return loss
-    >>> loss = train_step((tf.ones([100, 3]), tf.ones([100, 1])))
+    Examples:
+        >>> import keras, macrobatch, tensorflow as tf
+        >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+        >>> optimizer = keras.optimizers.Adam()
+        >>> mse = keras.losses.MeanSquaredError(reduction=None)
+        >>> def loss_fn(micro_batch):
+        ...     x, y = micro_batch
+        ...     return mse(y, model(x, training=True))
+        >>> @tf.function
+        ... def train_step(batch):
+        ...     loss, gradients = macrobatch.value_and_gradients(
+        ...         loss_fn, model.trainable_variables, batch, micro_batch_size=8
+        ...     )
+        ...     optimizer.apply(gradients, model.trainable_variables)
+        ...     return loss
+        >>> loss = train_step((tf.ones([100, 3]), tf.ones([100, 1])))
     """
     loss_fns.is_whole_batch(patches.gradients.is_entered)
     cut = Cut(

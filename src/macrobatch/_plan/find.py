@@ -89,14 +89,13 @@ def find_micro_batch_size(
             one example fits; if the model is not compiled or has no weights; or if `accumulate` or
             `fit` would raise one.
 
-    Example:
-
-    >>> import keras, macrobatch, numpy as np
-    >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-    >>> model.compile("adam", "mse")
-    >>> x, y = np.ones([4, 3]), np.ones([4, 1])
-    >>> plan = macrobatch.find_micro_batch_size(model, x, y)
-    >>> model = macrobatch.accumulate(model, micro_batch_size=plan.micro_batch_size)
+    Examples:
+        >>> import keras, macrobatch, numpy as np
+        >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+        >>> model.compile("adam", "mse")
+        >>> x, y = np.ones([4, 3]), np.ones([4, 1])
+        >>> plan = macrobatch.find_micro_batch_size(model, x, y)
+        >>> model = macrobatch.accumulate(model, plan.micro_batch_size)
     """
     given = {
         "sequence_axis": sequence_axis,

@@ -78,15 +78,14 @@ def verify(
         ValueError: if the model is not compiled, or if `accumulate` or `fit` would raise one. Not
             for numbers that are not finite: then `exact` is None, and a cause says where.
 
-    Example:
-
-    >>> import keras, macrobatch, numpy as np
-    >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-    >>> model.compile("adam", "mse")
-    >>> x, y = np.ones([10, 3]), np.ones([10, 1])
-    >>> report = macrobatch.verify(model, x, y, micro_batch_size=4)
-    >>> report.exact
-    True
+    Examples:
+        >>> import keras, macrobatch, numpy as np
+        >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+        >>> model.compile("adam", "mse")
+        >>> x, y = np.ones([10, 3]), np.ones([10, 1])
+        >>> report = macrobatch.verify(model, x, y, micro_batch_size=4)
+        >>> report.exact
+        True
     """
     settings: Dict[str, Any] = {
         "micro_batch_size": micro_batch_size,

@@ -40,11 +40,10 @@ def wait_for_workers(timeout: float = 300, *, cluster_resolver: Optional[Any] = 
         OSError: if another process has the port of this worker.
         ValueError: for a timeout that is not a finite number, 0 or more.
 
-    Example:
-
-    >>> import macrobatch, tensorflow as tf
-    >>> macrobatch.wait_for_workers(timeout=60)
-    >>> strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    Examples:
+        >>> import macrobatch, tensorflow as tf
+        >>> macrobatch.wait_for_workers(timeout=60)
+        >>> strategy = tf.distribute.MultiWorkerMirroredStrategy()
     """
     timeout = checks.timeout(timeout)
     resolver = cluster_resolver or tf.distribute.cluster_resolver.TFConfigClusterResolver()
