@@ -49,13 +49,12 @@ def settings_of(model: Any) -> Optional[Settings]:
     Returns:
         A `Settings`, which is a NamedTuple, or None for a model that is not accumulated.
 
-    Example:
-
-    >>> import keras, macrobatch
-    >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
-    >>> model = macrobatch.accumulate(model, micro_batch_size=8)
-    >>> macrobatch.settings_of(model).size_in_use
-    8
+    Examples:
+        >>> import keras, macrobatch
+        >>> model = keras.Sequential([keras.Input([3]), keras.layers.Dense(1)])
+        >>> model = macrobatch.accumulate(model, micro_batch_size=8)
+        >>> macrobatch.settings_of(model).size_in_use
+        8
     """
     accumulation = accumulation_of(model)
     if accumulation is None:
