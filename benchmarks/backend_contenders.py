@@ -13,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import keras
 import numpy as np
 import workloads
+from first_models import Clock, build, data
 from keras_models import compiled
 
 BACKEND = keras.backend.backend()
@@ -219,47 +220,14 @@ class MultiSteps:
 
 # The first step
 
-CLASSES, SIDE, VOCABULARY, WIDTH, SEQUENCE, LAYERS, DROPOUT = 10, 32, 1000, 64, 32, 6, 0.1
-
-
-def first_model(name):
-    layers = keras.layers
-    if name == "mobilenet":
-        make = keras.applications.MobileNetV3Small
-        return make(input_shape=(SIDE, SIDE, 3), weights=None, classes=CLASSES)
-    tokens = keras.Input((None,), dtype="int32")
-    x = layers.Embedding(VOCABULARY, WIDTH)(tokens)
-    for _ in range(LAYERS):
-        normed = layers.LayerNormalization()(x)
-        attended = layers.MultiHeadAttention(4, WIDTH // 4, dropout=DROPOUT)(normed, normed)
-        x = layers.Add()([x, attended])
-        hidden = layers.Dense(4 * WIDTH, activation="gelu")(layers.LayerNormalization()(x))
-        x = layers.Add()([x, layers.Dropout(DROPOUT)(layers.Dense(WIDTH)(hidden))])
-    return keras.Model(tokens, layers.Dense(CLASSES, activation="softmax")(x))
-
-
-class Clock(keras.callbacks.Callback):
-    """Notes the processor time of this process, all threads of it, when a batch has ended."""
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.end = time.process_time()
-
 
 class FirstFit:
     def __init__(self, model, batch, accumulate=None):
-        keras.utils.set_random_seed(0)
-        self.model, random = first_model(model), np.random.default_rng(0)
-        loss = "sparse_categorical_crossentropy"
-        self.model.compile("adam", loss, weighted_metrics=["accuracy"])
+        self.model, self.data = build(model, jit_compile="auto"), data(model, batch)
         if accumulate:
             import macrobatch
 
             macrobatch.accumulate(self.model, micro_batch_size=accumulate)
-        if model == "mobilenet":
-            x, labels = random.random((batch, SIDE, SIDE, 3), dtype="float32"), (batch,)
-        else:
-            x, labels = random.integers(1, VOCABULARY, (batch, SEQUENCE), dtype="int32"), None
-        self.data = x, random.integers(0, CLASSES, labels or x.shape, dtype="int32")
 
     def first(self):
         clock = Clock()

@@ -4,6 +4,8 @@ Runs with Keras 3, and with Keras 2 on TensorFlow 2.12 for gradient-accumulator.
 """
 
 import os
+import sys
+import threading
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -53,7 +55,7 @@ class Fit:
         batches = dataset(*workloads.data(model, batch), micro_batches)
         if model == "padded transformer":  # as of padded_batch, which knows no longest sequence
             batches = batches.map(lambda *batch: tuple(map(of_any_length, batch)))
-        self.iterator = iter(batches)
+        self.batches, self.iterator = batches, iter(batches)
         compiled_model.make_train_function()
 
     def step(self):
@@ -88,16 +90,25 @@ def macrobatch_training(accumulate, **options):
     return Fit(macrobatch.accumulate(compiled(**options), **accumulate), **options)
 
 
-def shown_training(accumulate, **options):
-    """As on a terminal: loops say how far they are, and a thread looks and may show it."""
-    from unittest import mock
-
-    from macrobatch._keras.installed import accumulation_of
-
-    with mock.patch("macrobatch._fit.fitting.can_show", return_value=True):
-        fit = macrobatch_training(accumulate, **options)
-    accumulation_of(fit.model).line.start()
+def shown_training(on_terminal, **options):
+    """A fit in each step. On a terminal, loops say how far they are, and a thread may show it."""
+    if on_terminal:
+        sys.stdout, os.environ["TERM"] = pseudo_terminal(), "xterm"
+    fit = macrobatch_training(**options)
+    fit.step = lambda: fit.model.fit(fit.batches, steps_per_epoch=fit.calls, verbose=1)
     return fit
+
+
+def pseudo_terminal():
+    """A terminal, in front of which somebody sits and reads."""
+    ours, theirs = os.openpty()
+
+    def read():
+        while os.read(ours, 2**16):
+            pass
+
+    threading.Thread(target=read, daemon=True).start()
+    return open(theirs, "w")
 
 
 def noise_training(every, accumulate, **options):
