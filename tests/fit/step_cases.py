@@ -217,7 +217,7 @@ class Gan(Networks):
 
 
 def gan(mode):
-    model = Gan(adam(), adam(), generator=mlp(5, 4), discriminator=mlp(6, 1))
+    model = Gan(adam(), adam(), generator=mlp(5, 5, 4), discriminator=mlp(6, 1))
     model.compile(**mode)
     return model
 

@@ -74,9 +74,16 @@ def test_steps(name, mode):
 
 
 @pytest.mark.filterwarnings("ignore:Nothing is being accumulated")
-@pytest.mark.parametrize("size", [64, pytest.param(1, marks=thorough)])
-def test_micro_batches_of_any_size(size):
-    assert_as_plain("clipped", {}, micro_batch_size=size)
+@pytest.mark.parametrize(
+    ("name", "mode", "size"),
+    [
+        ("clipped", "graph", 64),
+        ("gan", "eager", 64),
+        pytest.param("clipped", "graph", 1, marks=thorough),
+    ],
+)
+def test_micro_batches_of_any_size(name, mode, size):
+    assert_as_plain(name, MODES[mode], micro_batch_size=size)
 
 
 def step_of(function, **attributes):

@@ -171,7 +171,8 @@ class Real(Running):
             plan: what the step does.
             place: what the first micro-batch is in the whole batch.
             others: a function of this run, of the place of a group of gradients, and of what
-                must be there before: the parts of the other micro-batches, for each of the group.
+                must be there before: the parts of the other micro-batches, for each of the group;
+                empty where there are none.
             begun: a variable that counts batches whose last gradient is there, or None.
         """
         super().__init__(plan, place)
@@ -192,7 +193,7 @@ class Real(Running):
             own = tf.nest.flatten(found)
             if not self._found:
                 self._found = self._others(self, asked.group, own)
-            others = self._found.pop(0)
+            others = self._found.pop(0) or [None] * len(own)  # which may be of any number
             total = [_total(s, *pair) for s, *pair in zip(tf.nest.flatten(sources), own, others)]
             found = tf.nest.pack_sequence_as(sources, total)
         if index == self.plan.end and self._begun is not None:

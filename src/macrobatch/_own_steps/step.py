@@ -123,10 +123,10 @@ class BatchStep:
         return replicas.total_counts(own)
 
     def _other_parts(self, real: Real, group: int, ready: List[Gradient]) -> List[List[Gradient]]:
-        """The parts of the other micro-batches in the gradients of a group."""
+        """The parts of the other micro-batches in the gradients of a group; without any, empty."""
         rest, is_last = Rest(self._micro_batches, ENGINE), group == self._plan.last
         if not rest.runs:
-            return [[None] * len(ready)] * len(self._plan.gradients)
+            return [[]] * len(self._plan.gradients)
         written = self._written()
         sizes: List[int] = []
 
