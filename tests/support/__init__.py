@@ -35,6 +35,11 @@ thorough = pytest.mark.thorough
 thorough_for = pytest.mark.thorough_for
 
 
+def slow_on(*backends):
+    """A mark: `thorough` on these backends, where others like it run and most of it compiles."""
+    return thorough if BACKEND in backends else thorough_for()
+
+
 class DensePlain(keras.Model):
     """Plain Keras with its gradient made dense: the reference where rows of a table repeat.
 
