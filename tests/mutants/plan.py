@@ -5,7 +5,7 @@ from mutant import Mutant
 LIMIT, PEAKS = "_sizes/limit.py", "_sizes/peaks.py"
 SEARCH, TRIAL, UNCHANGED = "_plan/search.py", "_plan/trial.py", "_no_trace/unchanged.py"
 OF_LIMIT, OF_PEAKS = "rooms/test_limit.py::test_", "rooms/test_peaks.py::test_"
-OF_PLAN, OF_COMMAND = "fit/test_plan.py::test_", "processes/test_plan_command.py::test_"
+OF_PLAN, OF_COMMAND = "fit/test_plan.py::test_", "processes/test_commands.py::test_"
 
 MUTANTS = [
     Mutant(

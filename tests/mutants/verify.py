@@ -4,7 +4,7 @@ from mutant import Mutant
 
 TESTS = "fit/test_verify.py::test_"
 EXACT, INEXACT = TESTS + "exact_models", TESTS + "inexact_models"
-UNCHANGED, COMMAND = TESTS + "nothing_changes", "processes/test_verify_command.py::test_"
+UNCHANGED, COMMAND = TESTS + "nothing_changes", "processes/test_commands.py::test_"
 COMPARE, CAUSES, REPLAY = (f"_verify/{name}.py" for name in ("compare", "causes", "replay"))
 SUBJECT, PUT_BACK = "_verify/subject.py", "_no_trace/unchanged.py"
 
@@ -175,6 +175,6 @@ MUTANTS = [
         "_no_trace/capture.py",
         "            model.fit = fit\n",
         "            pass\n",
-        (COMMAND + "a_script_runs_until_its_first_fit",),
+        (COMMAND + "verify_runs_a_script_until_its_first_fit",),
     ),
 ]
