@@ -4,7 +4,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from hypothesis import given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from keras import layers
 from support import thorough_for
@@ -220,7 +220,7 @@ def test_nests_of_batches_variables_and_aux():
         return value_and_gradients(loss_fn, variables, batch, micro_batch_size=3, has_aux=True)
 
     batch = {"x": x, "labels": [y], "nothing": None}
-    results = [accumulated(batch), tf.function(accumulated)(batch)]
+    results = [call(mode, accumulated, batch) for mode in ("eager", "graph")]
     with tf.GradientTape() as tape:
         losses, aux = loss_fn(batch)
         loss = tf.reduce_mean(losses)
@@ -274,6 +274,93 @@ def test_ragged_and_sparse_batches(mode):
     assert_close(loss, np.mean((2 * numbers) ** 2 + sums))
     assert_close(gradient, np.mean(2 * 2 * numbers**2))
     assert aux.to_list() == rows
+
+
+def pieces(examples):
+    """A batch with tensors of each kind."""
+    rows = [list(range(i % 4)) for i in range(examples)]
+    return {
+        "dense": tf.random.normal([examples, 3]),
+        "nested": (tf.range(examples), None),
+        "ragged": tf.ragged.constant(rows, dtype=tf.int32),
+        "sparse": tf.sparse.from_dense(tf.constant(np.arange(examples * 2).reshape(-1, 2) % 3)),
+        "empty": tf.zeros([examples, 0]),
+    }
+
+
+@settings(max_examples=20, deadline=None, phases=[Phase.generate])
+@given(
+    examples=st.integers(1, 23),
+    size=st.integers(1, 25),
+    mode=st.sampled_from(["eager"] * 9 + ["graph"]),
+)
+def test_any_micro_batches_make_up_the_batch(examples, size, mode):
+    """loss_fn returns each micro-batch as aux."""
+    v, batch, sizes = tf.Variable(1.0), pieces(examples), []
+
+    def loss_fn(micro_batch):
+        sizes.append(micro_batch["dense"].shape[0])
+        nested = tf.stack([micro_batch["ragged"], micro_batch["ragged"] * 10], axis=1)
+        return v * micro_batch["dense"][:, 0], {**micro_batch, "twice ragged": nested}
+
+    def accumulated(batch):
+        return value_and_gradients(loss_fn, v, batch, micro_batch_size=size, has_aux=True)
+
+    (_, aux), _ = call(mode, accumulated, batch)
+    for name in ("dense", "empty"):
+        np.testing.assert_array_equal(aux[name], batch[name])
+    np.testing.assert_array_equal(aux["nested"][0], range(examples))
+    assert aux["nested"][1] is None
+    rows = batch["ragged"].to_list()
+    assert aux["ragged"].to_list() == rows
+    assert aux["twice ragged"].to_list() == [[row, [10 * n for n in row]] for row in rows]
+    np.testing.assert_array_equal(*map(tf.sparse.to_dense, (aux["sparse"], batch["sparse"])))
+    if mode == "eager":  # What comes after them is the check whether examples interact.
+        full, rest = divmod(examples, size)
+        assert sizes[: full + bool(rest)] == [size] * full + [rest] * bool(rest)
+
+
+def test_aux_of_all_runs():
+    """Compiled, full micro-batches and the tail are two runs."""
+    v, x = tf.Variable(2.0, dtype=tf.float64), tf.range(7, dtype=tf.float64)
+
+    def accumulated(x):
+        def loss_fn(x):
+            return v * x, {"each": x * 2, "count": tf.size(x), "empty": tf.zeros([tf.size(x), 0])}
+
+        return value_and_gradients(loss_fn, v, x, micro_batch_size=3, has_aux=True)
+
+    (_, aux), _ = call("compiled", accumulated, x)
+    np.testing.assert_array_equal(aux["each"], x * 2)
+    np.testing.assert_array_equal(aux["count"], [3, 3, 1])
+    assert aux["empty"].shape == [7, 0]
+
+
+def test_one_part_that_knows_its_size_is_enough():
+    """A ragged or sparse part of a batch of fixed size does not know it."""
+    v, seen = tf.Variable(1.0), []
+
+    def loss_fn(micro_batch):
+        seen.append(micro_batch["dense"].shape[0])
+        return v * micro_batch["dense"][:, 0]
+
+    batch = {name: pieces(6)[name] for name in ("ragged", "sparse", "dense")}
+    specs = {
+        "ragged": tf.RaggedTensorSpec([None, None], tf.int32),
+        "sparse": tf.SparseTensorSpec([None, 2], tf.int64),
+        "dense": tf.TensorSpec([6, 3]),
+    }
+
+    @tf.function(input_signature=[specs])
+    def accumulated(batch):
+        return value_and_gradients(loss_fn, v, batch, micro_batch_size=3)
+
+    loss, _ = accumulated(batch)
+    assert_close(loss, tf.reduce_mean(batch["dense"][:, 0]), 1e-6)
+    assert None not in seen
+    short = tf.ragged.constant([[1], [2]], dtype=tf.int32)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="same number of examples"):
+        accumulated({**batch, "ragged": short})
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph", "unknown size", "compiled"])
@@ -495,17 +582,22 @@ def test_python_control_flow_in_what_a_function_made_in_a_graph_calls():
 
 def test_a_graph_is_traced_once():
     v = tf.Variable(2.0, dtype=tf.float64)
-    traces = []
+    traces, steps = [], []
+
+    def loss_fn(x):
+        if not tf.executing_eagerly():  # as the check whether examples interact does
+            steps.append(x.shape)
+        return v * x
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.float64)])
     def accumulated(x):
         traces.append(1)
-        return value_and_gradients(lambda x: v * x, v, x, micro_batch_size=2)
+        return value_and_gradients(loss_fn, v, x, micro_batch_size=2)
 
     for examples in (1, 2, 5, 8):
         loss, _ = accumulated(tf.ones([examples], tf.float64))
         assert float(loss) == 2.0
-    assert len(traces) == 1
+    assert len(traces) == len(steps) == 1
 
 
 class Linear(tf.Module):

@@ -4,8 +4,9 @@ from mutant import Mutant
 
 LOSSES, MODELS = (f"equivalence/test_equivalence.py::test_{kind}" for kind in ("losses", "models"))
 KERAS, NORM = "fit/test_keras.py::", "fit/test_batch_norm.py::"
-HARD, LOOP_TESTS = "fit/test_hard_cases.py::", "rooms/test_loop.py::"
-TERMS, MOMENTS = "rooms/test_terms.py::", "rooms/test_moments.py::"
+HARD = "fit/test_hard_cases.py::"
+FORMULA = "fit/test_losses.py::"
+CUT = "loops/test_value_and_gradients.py::"
 LOSS, REPORT, STEPS = "_keras/losses.py", "_keras/report.py", "_fit/steps.py"
 INSTALL, INSTALLED = "_fit/install.py", "_keras/installed.py"
 LOOP, SUMS, MODEL = "_tensorflow/loop.py", "_tensorflow/sums.py", "_keras/model.py"
@@ -38,7 +39,7 @@ MUTANTS = [
         SUMS,
         "return tf.float32 if dtype in (tf.float16, tf.bfloat16) else dtype",
         "return dtype",
-        ("rooms/test_sums.py::test_narrow_gradients_are_summed_in_float32",),
+        ("loops/test_accumulator.py::test_narrow_gradients_are_summed_wide",),
     ),
     Mutant(
         "fit: examples counted instead of tokens",
@@ -89,7 +90,7 @@ MUTANTS = [
         'elif kind == "scalar":',
         'elif kind != "sum":',
         (
-            TERMS + "test_added_values_are_of_examples_only_if_there_are_more_for_more_examples",
+            FORMULA + "test_added_values_are_of_examples_only_if_there_are_more_for_more_examples",
             LOSSES + "[add_loss-vectors-graph]",
         ),
     ),
@@ -98,7 +99,7 @@ MUTANTS = [
         "_keras/added.py",
         "if is_equal and self._grows(micro_batch)[index] else",
         "if is_equal else",
-        (TERMS + "test_added_values_are_of_examples_only_if_there_are_more_for_more_examples",),
+        (FORMULA + "test_added_values_are_of_examples_only_if_there_are_more_for_more_examples",),
     ),
     Mutant(
         "fit: a scalar beside a vector counted once",
@@ -133,7 +134,7 @@ MUTANTS = [
         LOOP,
         "        needed = self._traced.needs(counting, 1)\n",
         "        needed = wanted\n",
-        (LOOP_TESTS + "test_counting_leaves_out_what_counts_do_not_depend_on",),
+        (FORMULA + "test_denominators_are_counted_with_the_seeds_of_each_micro_batch",),
     ),
     Mutant(
         "fit: tail lost in a graph",
@@ -175,7 +176,7 @@ MUTANTS = [
         "_keras/batch_norm.py",
         "within + between)",
         "within)",
-        (MOMENTS + "test_two_sets_together",),
+        (NORM + "test_pooled_statistics_are_those_of_the_batch",),
     ),
     Mutant(
         "fit: writes do not wait for the loop",
@@ -260,21 +261,21 @@ MUTANTS = [
         SUMS,
         "return None if total is None else tf.cast(dense(gradient), total.dtype)",
         "return total",
-        (LOOP_TESTS + "test_the_loop[3-3-6-True-large sums]",),
+        ("equivalence/test_equivalence.py::test_sums_that_are_large",),
     ),
     Mutant(
         "fit: first micro-batch counted twice where sums are large",
         LOOP,
         "index = tf.constant(1)",
         "index = tf.constant(0)",
-        (LOOP_TESTS + "test_the_loop[3-3-6-True-large sums]",),
+        ("equivalence/test_equivalence.py::test_sums_that_are_large",),
     ),
     Mutant(
         "fit: a second trace for the loop",
         LOOP,
         "return self._run_in_graph(self._call, self.like, vector, progress.current())",
         "return self._run_in_graph(self._trace(), self.like, vector, progress.current())",
-        (LOOP_TESTS + "test_the_step_is_traced_once",),
+        (CUT + "test_a_graph_is_traced_once",),
     ),
     Mutant(
         "fit: a dry run of a model that is built",
@@ -288,21 +289,21 @@ MUTANTS = [
         LOSS,
         "values = ops.convert_to_tensor(found, loss.dtype if are_numbers[-1] else None)",
         "values = found",
-        (TERMS + "test_a_loss_may_be_a_number",),
+        (FORMULA + "test_a_loss_may_be_a_number",),
     ),
     Mutant(
         "fit: micro_batch_weight not checked",
         MODEL,
         "losses.Count(engine.checked(found, (good, checks.MICRO_BATCH_WEIGHT)))",
         "losses.Count(found)",
-        ("rooms/test_model_step.py::test_weights_of_micro_batches_are_checked",),
+        (HARD + "test_a_bad_weight_of_a_micro_batch_changes_nothing",),
     ),
     Mutant(
         "fit: the size of a batch asked of its first part only",
         "_tensorflow/graph.py",
         "return batch, known[0] if known else tf.identity(first)",
         "return batch, tf.identity(first)",
-        ("rooms/test_in_order.py::test_one_part_that_knows_its_size_is_enough",),
+        (CUT + "test_one_part_that_knows_its_size_is_enough",),
     ),
     Mutant(
         "fit: no function to train with after accumulate in the middle of fit",
@@ -323,6 +324,6 @@ MUTANTS = [
         "_tensorflow/update.py",
         "optimizer.apply_gradients(list(zip(gradients, variables)), **(arguments or {}))",
         "optimizer.apply_gradients([(-g, v) for g, v in zip(gradients, variables)])",
-        ("rooms/test_update.py::test_each_optimizer",),
+        ("loops/test_accumulator.py::test_each_family_of_optimizers",),
     ),
 ]

@@ -123,14 +123,14 @@ MUTANTS = [
         "_tensorflow/loop.py",
         "lambda *runs: tf.concat(runs, 0)",
         "lambda *runs: runs[-1]",
-        ("rooms/test_loop.py::test_the_loop[3-3-6-True-compiled]",),
+        ("loops/test_value_and_gradients.py::test_aux_of_all_runs",),
     ),
     Mutant(
         "loop: sparse aux without offsets",
         "_tensorflow/leaves.py",
         "indices[:, :1] + rows[:, None]",
         "indices[:, :1]",
-        ("rooms/test_loop.py::test_ragged_and_sparse_values_of_all_micro_batches",),
+        ("loops/test_value_and_gradients.py::test_any_micro_batches_make_up_the_batch",),
     ),
     Mutant(
         "loop: gradient of learned weights left out",

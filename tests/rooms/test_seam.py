@@ -7,9 +7,6 @@ import sys
 
 HERE = pathlib.Path(__file__).parent
 TESTS = [
-    "test_terms.py",
-    "test_moments.py",
-    "test_model_step.py",
     "test_meeting.py",
     "test_noise.py",
 ]
