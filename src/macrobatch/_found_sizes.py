@@ -79,6 +79,11 @@ class FoundSizes(Engine):
         """Whether any batch has been trained with."""
         return self.finder.size is not None
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether a size for training has been found."""
+        return self.finder.is_settled
+
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras', with the size of each epoch in the logs."""
         model, finder = self._steps.model, self.finder

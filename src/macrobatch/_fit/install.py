@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, Iterator, Optional
 import keras
 import tensorflow as tf
 
-from macrobatch import _checks, _internals
+from macrobatch import _internals
 from macrobatch._batches.cut import Cut
 from macrobatch._fit import build, own, predict
 from macrobatch._fit.auto import Auto
@@ -258,10 +258,7 @@ class Accumulation(Installed, Fitting):
             self.meets = self.meeting.try_once(self.micro_batch_weight) or self.meets
             if self.looks:
                 self.looks = False
-                examples = int(replicas.read(self.first_batch))
-                count = 1 if self.strategy is None else self.strategy.num_replicas_in_sync
-                if self.cut.size and 0 < examples <= self.cut.size * count:
-                    _checks.warn(model_checks.no_accumulation(examples, self.cut.size, count))
+                self.report_first_batch(int(replicas.read(self.first_batch)))
             return logs
 
         return train_function

@@ -6,7 +6,7 @@ from typing import Any, Callable, Dict, List, Optional
 import jax
 import keras
 
-from macrobatch import _checks, _internals
+from macrobatch import _internals
 from macrobatch._batches.cut import Cut
 from macrobatch._found_sizes import with_chosen
 from macrobatch._jax import checks, devices, predict, turns
@@ -241,7 +241,7 @@ class Accumulation(Installed, BuildsOpen):
             self.ran.add(self.steps.micro_batches_of(data))
             if self._looks:
                 self._looks = False
-                self._warn_of_one_micro_batch(data)
+                self.report_first_batch(ENGINE.examples(data))
             trained_on = self.finite.latest if self.steps.guard.is_wanted else data
             if trained_on is not None and self.meeting.is_due:
                 self.meeting.state = result[1]
@@ -250,8 +250,3 @@ class Accumulation(Installed, BuildsOpen):
             return result
 
         return looking
-
-    def _warn_of_one_micro_batch(self, data: Any) -> None:
-        count, examples = devices.count(), ENGINE.examples(data)
-        if self.cut.size and examples <= self.cut.size * count:
-            _checks.warn(model_checks.no_accumulation(examples, self.cut.size, count))

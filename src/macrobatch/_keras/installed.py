@@ -15,11 +15,17 @@ class Installed:
 
     Attributes:
         model: the model.
+        cut: how batches are cut: a `Cut`.
+        auto: what finds the size of micro-batches, if asked for.
         settings: what `accumulate` was called with: a `Settings`.
+        is_logged: whether the log has said what is accumulated.
     """
 
     model: Any
+    cut: Any
+    auto: Any
     settings: Any
+    is_logged = False
     _replaced: Dict[str, Any]
 
     def methods(self) -> Dict[str, Callable[..., Any]]:
@@ -40,6 +46,16 @@ class Installed:
             setattr(self.model, name, method)
         _internals.before_training(_check_parts)
         self._make_anew()
+
+    def report_first_batch(self, examples: int) -> None:
+        """Logs once how batches are cut; warns in each fit that has nothing to cut."""
+        cut, devices = self.cut, self.devices
+        if cut.size and 0 < examples <= cut.size * devices:
+            _checks.warn(model_checks.no_accumulation(examples, cut.size, devices))
+        elif examples and not self.is_logged:
+            self.is_logged = True
+            if self.auto is None or not self.auto.is_settled:  # which has been logged
+                _checks.LOG.warning(model_checks.accumulation(examples, cut, devices))
 
     def uninstall(self) -> None:
         """Gives the model its own methods back."""

@@ -104,6 +104,23 @@ def no_accumulation(examples: int, micro_batch_size: int, replicas: int) -> str:
     )
 
 
+def accumulation(examples: int, cut: Any, replicas: int) -> str:
+    """What to log of the first batch that is accumulated, in the way that a `Cut` says."""
+    unit, size = cut.named()
+    up_to = "" if examples % (size * replicas) == 0 else "up to "
+    sizes = f"micro-batches of {up_to}{size}"
+    if cut.axis is not None:
+        kind = "tokens" if unit == "micro_batch_tokens" else "examples"
+        sizes = f"micro-batches of up to {size} {kind} of similar length"
+    elif cut.chosen is None:
+        sizes = f"{-(-examples // (size * replicas))} {sizes}"
+    if replicas > 1:
+        sizes += f" on each of {replicas} replicas"
+    if cut.chosen is not None:
+        sizes += f" at first; the fastest {unit} is being looked for"
+    return f"macrobatch: batches of {examples} in {sizes}"
+
+
 def only_a_part(model: Any, part: Any) -> str:
     """What to say of a model that trains as a whole, although a part of it is accumulated."""
     return (

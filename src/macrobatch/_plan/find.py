@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from macrobatch import _internals
 from macrobatch._batches import checks as batch_checks
+from macrobatch._checks import LOG
 from macrobatch._keras import model_checks as checks
 from macrobatch._no_trace.data import first_batch
 from macrobatch._no_trace.unchanged import unchanged
@@ -193,13 +194,15 @@ def _quiet() -> Iterator[None]:
     """Without warnings: sizes are tried that nobody has asked for, and each is traced."""
 
     def is_wanted(record: logging.LogRecord) -> bool:
-        return "tf.function retracing" not in record.getMessage()
+        return record.name != LOG.name and "tf.function retracing" not in record.getMessage()
 
-    logger = tf.get_logger()
-    logger.addFilter(is_wanted)
+    loggers = LOG, tf.get_logger()
+    for logger in loggers:
+        logger.addFilter(is_wanted)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logger.removeFilter(is_wanted)
+        for logger in loggers:
+            logger.removeFilter(is_wanted)

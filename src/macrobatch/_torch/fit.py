@@ -5,7 +5,7 @@ from typing import Any, Callable, Dict, Optional
 
 import keras
 
-from macrobatch import _checks, _internals
+from macrobatch import _internals
 from macrobatch._batches import predicted
 from macrobatch._batches.cut import Cut
 from macrobatch._found_sizes import with_chosen
@@ -120,9 +120,8 @@ class Accumulation(Installed, BuildsOpen):
         if trained_on is not None and self.meeting.is_due:
             self.meeting.try_once(trained_on, self.micro_batch_weight)
         if self._looks:
-            self._looks, examples = False, ENGINE.examples(batch)
-            if self.cut.size and examples <= self.cut.size:
-                _checks.warn(model_checks.no_accumulation(examples, self.cut.size, 1))
+            self._looks = False
+            self.report_first_batch(ENGINE.examples(batch))
         return logs if steps.meter is None else {**logs, **steps.meter.logs()}
 
     def _on_trial_again(self, examples: int) -> None:

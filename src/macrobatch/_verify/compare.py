@@ -135,6 +135,7 @@ class Runs:
         assert accumulation is not None
         # It is tried for its own sake, except in a step of the user's own.
         accumulation.meeting.is_wanted = self.is_own
+        accumulation.is_logged = True
         try:
             return self._run(context, self.subject.batch, [])
         finally:
