@@ -44,6 +44,10 @@ def _main(arguments, files, through):
     if through is not None:
         from macrobatch import cli
 
-        sys.exit(cli.main(["run", *through, *arguments]))
+        try:
+            sys.exit(cli.main(["run", *through, *arguments]))
+        except Exception:
+            sys.excepthook(*sys.exc_info())  # as Python itself would show it
+            sys.exit(1)
     sys.argv, sys.path[0] = arguments, os.path.dirname(arguments[0])
     runpy.run_path(arguments[0], run_name="__main__")
