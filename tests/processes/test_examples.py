@@ -74,6 +74,7 @@ def test_multi_worker(run, tmp_path):
         text=True,
     )
     assert together.returncode == 0, together.stderr[-3000:]
+    assert re.search(r"\[worker 1\] macrobatch: \d+ batches, ", together.stderr)
     for result in (run(script, *folder), together):
         losses = re.findall(r"loss: \[(\S+), (\S+)\]", result.stdout)
         assert losses
