@@ -2,7 +2,6 @@
 torch share. The search is in _sizes. An engine adds its errors, its memory and how a step runs.
 """
 
-import inspect
 import math
 from typing import Any, Dict, List, NamedTuple, Optional, Sequence
 
@@ -11,9 +10,9 @@ from keras import tree
 
 from macrobatch._batches import checks as batch_checks
 from macrobatch._batches.cut import Cut
-from macrobatch._keras.installed import fit_of
+from macrobatch._keras.fit_call import FitCall
 from macrobatch._keras.size_key import key_of
-from macrobatch._keras.size_logged import SizeLogged, with_size
+from macrobatch._keras.size_logged import SizeLogged
 from macrobatch._sizes.finder import Engine, Finder
 from macrobatch._sizes.paying import Paying
 from macrobatch._types import Batch
@@ -84,16 +83,13 @@ class FoundSizes(Engine):
         """Whether a size for training has been found."""
         return self.finder.is_settled
 
-    def fit(self, *args: Any, **kwargs: Any) -> Any:
+    def fit(self, call: FitCall) -> Any:
         """As Keras', with the size of each epoch in the logs."""
-        model, finder = self._steps.model, self.finder
-        fit = fit_of(model)
-        call = inspect.signature(fit).bind(model, *args, **kwargs)
-        call.apply_defaults()
+        finder = self.finder
         own = SizeLogged(finder.unit, lambda: finder.size, self._paying.expect)
-        call.arguments["callbacks"] = with_size(call.arguments["callbacks"], model, own)
         try:
-            return fit(*call.args, **call.kwargs)
+            with call.with_callback(own):
+                return call.run()
         finally:
             self._paying.expect(None)
 

@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "_backends": {"_checks"},
     "_optimizer_checks": {"_internals"},
     "_loop_checks": {"_checks"},
-    "_shown": set(),
+    "_shown": {"_keras"},
     "_jax": {*SHARED, "_batches", "_keras", "_noise", "_shown", "_sizes", "_found_sizes"},
     "_torch": {*SHARED, "_batches", "_keras", "_noise", "_shown", "_sizes", "_found_sizes"},
     "_types": set(),

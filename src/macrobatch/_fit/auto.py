@@ -14,7 +14,7 @@ from macrobatch._fit.held import Held
 from macrobatch._fit.rehearsal import Rehearsal
 from macrobatch._fit.steps import Steps
 from macrobatch._keras.size_key import key_of
-from macrobatch._keras.size_logged import SizeLogged, with_size
+from macrobatch._keras.size_logged import SizeLogged
 from macrobatch._sizes import checks, watch
 from macrobatch._sizes import limit as limits
 from macrobatch._sizes.finder import Engine, Finder
@@ -66,10 +66,9 @@ class Auto(Engine):
         """Whether a size for training has been found."""
         return self._finder.is_settled
 
-    def callbacks(self, callbacks: Any) -> Any:
-        """The callbacks of a fit, and before them one that logs the size of each epoch."""
-        own = SizeLogged(self._finder.unit, lambda: self._finder.size)
-        return with_size(callbacks, self._steps.model, own)
+    def logged(self) -> SizeLogged:
+        """A callback that logs the size of each epoch."""
+        return SizeLogged(self._finder.unit, lambda: self._finder.size)
 
     def attempt(self, training: bool) -> Attempt:
         """A function that runs batches, each as often as it takes."""

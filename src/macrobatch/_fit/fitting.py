@@ -1,10 +1,12 @@
 """`fit()` itself, and what goes with it: workers, sizes that are looked for, what is shown."""
 
+import contextlib
 from typing import Any
 
 import tensorflow as tf
 
 from macrobatch._fit.functions import Functions
+from macrobatch._keras.fit_call import FitCall
 from macrobatch._keras.installed import fit_of
 from macrobatch._shown import fit as shown
 from macrobatch._shown.line import Line, Place, can_show
@@ -27,20 +29,17 @@ class Fitting(Functions):
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras', with what goes with workers, with sizes that are looked for, and on screen."""
-        call = shown.call_of(fit_of(self.model), self.model, args, kwargs)
-        given = shown.arguments_of(call)
-        own = given.get("callbacks")
+        call = FitCall(fit_of(self.model), self.model, args, kwargs)
         if replicas.has_several_workers(self.strategy):
-            worker_checks.shuffles_alike(given["x"], given["shuffle"])
+            worker_checks.shuffles_alike(call.get("x"), call.get("shuffle"))
         if self._has_workers():
-            own = callbacks.callbacks_of(self.strategy, own)
-        if self.auto is not None:
-            own = self.auto.callbacks(own)
-            self.model.predict_function = None  # It may know no size, or another one.
-        if own is not None:
-            given["callbacks"] = own
-        with shown.shown(given, self.model, self.line, self.cut.named):
-            return fit_of(self.model)(*call.args, **call.kwargs)
+            call.set("callbacks", callbacks.callbacks_of(self.strategy, call.get("callbacks")))
+        with contextlib.ExitStack() as stack:
+            if self.auto is not None:
+                stack.enter_context(call.with_callback(self.auto.logged()))
+                self.model.predict_function = None  # It may know no size, or another one.
+            stack.enter_context(shown.shown(call, self.line, self.cut.named))
+            return call.run()
 
     def _has_workers(self) -> bool:
         return isinstance(self.strategy, tf.distribute.MultiWorkerMirroredStrategy)

@@ -22,6 +22,7 @@ from macrobatch._jax.steps import Steps, batch_of
 from macrobatch._jax.whole_batch import WholeBatchSteps
 from macrobatch._keras import model_checks
 from macrobatch._keras.build import BuildsOpen
+from macrobatch._keras.fit_call import FitCall
 from macrobatch._keras.guard import Guard
 from macrobatch._keras.installed import Installed, fit_of
 from macrobatch._keras.ran import Ran
@@ -168,9 +169,8 @@ class Accumulation(Installed, BuildsOpen):
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras', with warnings of its own, and with sizes that are looked for."""
         self.finite.start()
-        if self.auto is not None:
-            return self.auto.fit(*args, **kwargs)
-        return fit_of(self.model)(self.model, *args, **kwargs)
+        call = FitCall(fit_of(self.model), self.model, args, kwargs)
+        return call.run() if self.auto is None else self.auto.fit(call)
 
     def reset_metrics(self) -> None:
         """As Keras', which calls it at the start of an epoch."""

@@ -50,13 +50,3 @@ class SizeLogged(keras.callbacks.Callback):
         size = None if _is_left_out.get() else self._size()
         if logs is not None and size is not None:
             logs[self._name] = size
-
-
-def with_size(callbacks: Any, model: Any, own: SizeLogged) -> Any:
-    """The callbacks of a fit, and before them one that logs sizes."""
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        own.set_model(model)
-        others = [each for each in callbacks.callbacks if not isinstance(each, SizeLogged)]
-        callbacks.callbacks[:] = [own, *others]
-        return callbacks
-    return [own, *keras.tree.flatten([] if callbacks is None else callbacks)]

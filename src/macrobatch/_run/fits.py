@@ -1,6 +1,5 @@
 """What is done at each `fit` of a script that knows nothing of macrobatch."""
 
-import inspect
 import sys
 import types
 import weakref
@@ -12,6 +11,7 @@ import macrobatch
 from macrobatch import _backends, _checks, _internals
 from macrobatch._accumulate import accumulate, release
 from macrobatch._keras import model_checks
+from macrobatch._keras.fit_call import FitCall
 from macrobatch._keras.installed import accumulation_of, going_on_with
 from macrobatch._keras.size_logged import left_out
 from macrobatch._run.hook import is_raised_here
@@ -99,22 +99,21 @@ class Fits:
     def _verified(self, plain: Any, model: Any, args: Any, kwargs: Any) -> Any:
         """The arguments of a fit, once its first batch has been looked at."""
         verify = macrobatch.verify  # or what says that this backend has none
-        call = inspect.signature(plain).bind(model, *args, **kwargs)
-        call.apply_defaults()
-        given = call.arguments
-        if isinstance(given["x"], types.GeneratorType):
-            first = next(given["x"])
-            given["x"] = _again(first, given["x"])
+        call = FitCall(plain, model, args, kwargs)
+        x = call.get("x")
+        if isinstance(x, types.GeneratorType):
+            first = next(x)
+            call.set("x", _again(first, x))
             batch: Any = (first,) if not isinstance(first, tuple) else first
         else:
             from macrobatch._no_trace import data
 
             batch = data.first_batch(
-                given["x"],
-                given["y"],
-                given["sample_weight"],
-                batch_size=given["batch_size"] or 32,
-                class_weight=given["class_weight"],
+                x,
+                call.get("y"),
+                call.get("sample_weight"),
+                batch_size=call.get("batch_size") or 32,
+                class_weight=call.get("class_weight"),
             )
         self._is_verifying = True
         try:
@@ -122,14 +121,14 @@ class Fits:
         except ValueError as error:  # A model that cannot be copied, and has no weights yet.
             why = _checks.one_line(error, 2000)
             _checks.warn(f"The model {model.name!r} cannot be verified, and is trained. {why}")
-            return call.args[1:], call.kwargs
+            return call.arguments()
         finally:
             self._is_verifying = False
         if report.exact is not True:
             print(f"macrobatch: {report}", file=sys.stderr, flush=True)
         if report.exact is False and self._verify == "stop":
             raise SystemExit(1)
-        return call.args[1:], call.kwargs
+        return call.arguments()
 
 
 def _updates(model: Any) -> int:

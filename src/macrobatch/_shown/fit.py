@@ -2,53 +2,32 @@
 
 import contextlib
 import functools
-import inspect
 import time
 from typing import Any, Callable, Dict, Iterator, Optional, Tuple
 
 import keras
 
+from macrobatch._keras.fit_call import FitCall
 from macrobatch._shown.line import Line, can_show
-
-
-def call_of(fit: Any, model: Any, args: Any, kwargs: Any) -> inspect.BoundArguments:
-    """A call of a `fit` of a model, with all of its arguments."""
-    call = inspect.signature(fit).bind(model, *args, **kwargs)
-    call.apply_defaults()
-    return call
-
-
-def arguments_of(call: inspect.BoundArguments) -> Dict[str, Any]:
-    """The arguments by name. A `fit` of a user's own may have them in its `**kwargs`."""
-    if "callbacks" in call.arguments:
-        return call.arguments
-    kinds = call.signature.parameters.items()
-    names = [name for name, each in kinds if each.kind is inspect.Parameter.VAR_KEYWORD]
-    found: Dict[str, Any] = call.arguments[names[0]] if names else {}
-    return found
 
 
 @contextlib.contextmanager
 def shown(
-    arguments: Dict[str, Any], model: Any, line: Line, size: Callable[[], Tuple[str, Optional[int]]]
+    call: FitCall, line: Line, size: Callable[[], Tuple[str, Optional[int]]]
 ) -> Iterator[None]:
     """A context in which a fit runs.
 
     Args:
-        arguments: those of the fit. Callbacks may be added.
-        model: the model.
+        call: the call of the fit. Callbacks may be added.
         line: what shows updates.
         size: what the size of micro-batches is called, and the size.
     """
-    own = arguments.get("callbacks")
+    own = call.get("callbacks")
     all = own.callbacks if isinstance(own, keras.callbacks.CallbackList) else own
     all = keras.tree.flatten([] if all is None else all)
     boards = [each for each in all if isinstance(each, keras.callbacks.TensorBoard)]
-    if boards:
-        timed = Timed(size)
-        arguments["callbacks"] = with_first(own, model, timed)
     is_shown = (
-        arguments.get("verbose", "auto") in ("auto", 1)
+        call.get("verbose") in ("auto", 1)
         and keras.config.is_interactive_logging_enabled()
         and can_show()
     )
@@ -56,22 +35,14 @@ def shown(
         line.start()
     try:
         with contextlib.ExitStack() as stack:
+            if boards:
+                timed = Timed(size)
+                stack.enter_context(call.with_callback(timed))
             for board in boards:
                 stack.enter_context(_told(board, timed.numbers))
             yield
     finally:
         line.stop()
-
-
-def with_first(callbacks: Any, model: Any, own: keras.callbacks.Callback) -> Any:
-    """The callbacks of a fit, and before them another one, instead of any of its kind."""
-    if isinstance(callbacks, keras.callbacks.CallbackList):
-        own.set_model(model)
-        own.set_params(callbacks.params)
-        others = [each for each in callbacks.callbacks if not isinstance(each, type(own))]
-        callbacks.callbacks[:] = [own, *others]
-        return callbacks
-    return [own, *keras.tree.flatten([] if callbacks is None else callbacks)]
 
 
 class Timed(keras.callbacks.Callback):
@@ -111,7 +82,7 @@ class Timed(keras.callbacks.Callback):
 @contextlib.contextmanager
 def _told(board: Any, numbers: Callable[[], Dict[str, float]]) -> Iterator[None]:
     """Lets TensorBoard, and no other callback, have more numbers of each epoch."""
-    plain = board.on_epoch_end
+    plain, before = board.on_epoch_end, vars(board).get("on_epoch_end")
 
     @functools.wraps(plain)
     def on_epoch_end(epoch: int, logs: Any = None) -> None:
@@ -122,3 +93,5 @@ def _told(board: Any, numbers: Callable[[], Dict[str, float]]) -> Iterator[None]
         yield
     finally:
         del board.on_epoch_end
+        if before is not None:  # It may be among the callbacks twice.
+            board.on_epoch_end = before

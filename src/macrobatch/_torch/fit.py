@@ -11,6 +11,7 @@ from macrobatch._batches.cut import Cut
 from macrobatch._found_sizes import with_chosen
 from macrobatch._keras import model_checks
 from macrobatch._keras.build import BuildsOpen
+from macrobatch._keras.fit_call import FitCall
 from macrobatch._keras.installed import Installed, fit_of
 from macrobatch._keras.ran import Ran
 from macrobatch._keras.report import overrides
@@ -131,11 +132,9 @@ class Accumulation(Installed, BuildsOpen):
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """As Keras', with what is shown of it, and with sizes that are looked for."""
         self.finite.start()
-        call = shown.call_of(fit_of(self.model), self.model, args, kwargs)
-        with shown.shown(shown.arguments_of(call), self.model, self.line, self.cut.named):
-            if self.auto is not None:
-                return self.auto.fit(*call.args[1:], **call.kwargs)
-            return fit_of(self.model)(*call.args, **call.kwargs)
+        call = FitCall(fit_of(self.model), self.model, args, kwargs)
+        with shown.shown(call, self.line, self.cut.named):
+            return call.run() if self.auto is None else self.auto.fit(call)
 
     def reset_metrics(self) -> None:
         """As Keras', which calls it at the start of an epoch."""
