@@ -174,6 +174,57 @@ def test_a_model_that_cannot_be_accumulated_trains_as_before(tmp_path, options, 
     assert "small.py:" in warning
     assert why in warning
     assert f"macrobatch: {line}" in said
+    assert ("Cannot be accumulated, as a warning says: '" in said) == (line == PLAIN)
+
+
+SPAWNS = """
+import multiprocessing, time
+if __name__ == "__main__":
+    import keras
+    process = multiprocessing.get_context("spawn").Process(target=time.sleep, args=[0])
+    process.start(), process.join()
+"""
+FITS_BY_ITSELF = """
+class Own(keras.Sequential):
+    def fit(self, x, y):
+        return self.train_step((x, y))
+
+Own(model.layers).fit
+sys.exit()
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "why"),
+    [
+        ("model.train_on_batch(x, y); sys.exit()", 0, "the script called train_on_batch(), and"),
+        ("model(x); sys.exit(0)", 0, "the script called no fit(). For tf_keras models and loops"),
+        (FITS_BY_ITSELF, 0, "the fit() of Own did not call that of keras.Model. For tf_keras"),
+        (SPAWNS, 0, "started processes that macrobatch run does not reach"),
+        ("import macrobatch; macrobatch.accumulate(model, 5); sys.exit()", 0, None),
+        ("import threading, time; threading.Timer(0.5, print).start(); sys.exit()", 0, None),
+        ("sys.exit(3)", 3, None),
+    ],
+    ids=["on-batch", "own-loop", "own-fit", "spawned", "by-itself", "still-running", "failed"],
+)
+def test_nothing_was_accumulated(tmp_path, script, code, why):
+    if script == SPAWNS:
+        (tmp_path / "small.py").write_text(SPAWNS)
+    else:
+        small(tmp_path, script)
+    result = fresh.run(tmp_path / "small.py", folder=tmp_path, through=[])
+    assert result.returncode == code
+    said = [line for line in result.stderr.splitlines() if "nothing was accumulated" in line]
+    assert len(said) == (why is not None), result.stderr
+    for line in said:
+        assert line.startswith("macrobatch: nothing was accumulated in this process: ")
+        assert why in line
+
+
+def test_batches_that_are_not_cut(tmp_path):
+    result, _ = run_small(tmp_path, "20")
+    assert "macrobatch: 3 batches, 3 micro-batches, peak memory " in result.stderr
+    assert ". Nothing was accumulated: each batch was one micro-batch" in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -198,6 +249,9 @@ def test_errors_of_the_script_are_its_own(tmp_path, before, message):
 
 
 # As plain Python
+
+# Workers do not say so: many do something else.
+WITHOUT_KERAS = "macrobatch: nothing was accumulated: the script did not import Keras 3\n"
 
 
 def python(*arguments, cwd=None, **options):
@@ -227,7 +281,7 @@ def test_a_script_sees_what_it_sees_in_plain_python(tmp_path, command, options, 
     plain = python(*command, cwd=tmp_path, input=typed)
     run = python("-m", "macrobatch", "run", *options, *command, cwd=tmp_path, input=b"typed")
     assert (plain.returncode, plain.stderr) == (0, b"")
-    assert (run.returncode, run.stderr) == (0, b"")
+    assert (run.returncode, run.stderr) == (0, b"" if options else WITHOUT_KERAS.encode())
     assert re.sub(rb"(?m)^\[worker 0\] ", b"", run.stdout) == plain.stdout
 
 
@@ -271,7 +325,8 @@ def test_fit_is_replaced_when_keras_is_imported(tmp_path, size, is_plain):
     options = ["--micro-batch-size", size]
     run = python("-m", "macrobatch", "run", *options, "script.py", cwd=tmp_path, text=True)
     expected = ["started", "imported", f"{is_plain} {fake} SourceFileLoader"]
-    assert (run.stdout.splitlines(), run.stderr) == (expected, "")
+    # This is no Keras 3.
+    assert (run.stdout.splitlines(), run.stderr) == (expected, "" if is_plain else WITHOUT_KERAS)
 
 
 def test_without_workers_nothing_is_imported_that_windows_lacks(tmp_path):
@@ -283,7 +338,7 @@ def test_without_workers_nothing_is_imported_that_windows_lacks(tmp_path):
         "cli.main(['run', 'script.py'])"
     )
     result = python("-c", program, cwd=tmp_path)
-    assert (result.stdout, result.stderr) == (b"here\n", b"")
+    assert (result.stdout, result.stderr) == (b"here\n", WITHOUT_KERAS.encode())
 
 
 # Notebooks

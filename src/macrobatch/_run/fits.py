@@ -26,6 +26,7 @@ class Fits:
         self._verify = settings.get("verify")
         self._seen: weakref.WeakSet[Any] = weakref.WeakSet()
         self._models = 0  # that are accumulated
+        self._refused: List[str] = []  # the names of models that cannot be
         self._ran: List[Any] = []  # counts, on backends that have them
         self._is_verifying = False
 
@@ -49,7 +50,7 @@ class Fits:
                 model_checks.no_overwriting_variables(model.trainable_weights)
                 accumulate(model, **self._settings)
             except ValueError as error:
-                _say_plain(model, error)
+                self._say_plain(model, error)
                 return plain(model, *args, **kwargs)
         if self._verify is not None:
             args, kwargs = self._verified(plain, model, args, kwargs)
@@ -68,8 +69,16 @@ class Fits:
             if not _is_refusal(error) or self._trained(model, before) or _runs_out(args, kwargs):
                 raise
             release(model)
-            _say_plain(model, error)
+            self._say_plain(model, error)
         return plain(model, *args, **kwargs)
+
+    def _say_plain(self, model: Any, error: ValueError) -> None:
+        self._refused.append(model.name)
+        reason = _checks.one_line(error, 2000)[len(type(error).__name__) + 2 :]
+        _checks.warn(
+            f"The model {model.name!r} trains as without macrobatch, because it cannot be "
+            f"accumulated with these options. {reason}"
+        )
 
     def summary(self) -> str:
         """What was run, in one line."""
@@ -81,7 +90,14 @@ class Fits:
             parts = [f"{self._models} accumulated model" + "s" * (self._models > 1)]
         elif not totals[0]:
             parts = ["no batch was accumulated"]
-        return ", ".join([*parts, *_peak()])
+        return ", ".join([*parts, *_peak()]) + self._why_nothing(*totals)
+
+    def _why_nothing(self, batches: int, micro_batches: int) -> str:
+        if batches and batches == micro_batches:
+            return ". Nothing was accumulated: each batch was one micro-batch"
+        if self._refused and not batches:
+            return f". Cannot be accumulated, as a warning says: {_checks.some(self._refused)}"
+        return ""
 
     def _count(self, model: Any) -> None:
         self._models += 1
@@ -153,14 +169,6 @@ def _is_refusal(error: ValueError) -> bool:
     if isinstance(error, _checks.Refused):
         return True
     return is_raised_here(error.__traceback__)
-
-
-def _say_plain(model: Any, error: ValueError) -> None:
-    reason = _checks.one_line(error, 2000)[len(type(error).__name__) + 2 :]
-    _checks.warn(
-        f"The model {model.name!r} trains as without macrobatch, because it cannot be accumulated "
-        f"with these options. {reason}"
-    )
 
 
 def _peak() -> List[str]:

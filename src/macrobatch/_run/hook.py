@@ -12,6 +12,7 @@ import linecache
 import sys
 from typing import Any, Dict, Iterator, List, Optional
 
+from macrobatch._run import nothing
 from macrobatch._workers import script
 
 
@@ -21,12 +22,14 @@ class Hook:
     Attributes:
         settings: the arguments of `accumulate`, and "verify" (None, "stop" or "warn").
         fits: what is done at a fit, once there is one.
+        trains_on_batches: whether `train_on_batch` was called.
     """
 
     def __init__(self, settings: Dict[str, Any]):
         self.settings = settings
         self.fits: Any = None
-        self._plain: Any = None
+        self.trains_on_batches = False
+        self._plain: Dict[str, Any] = {}
         self._is_looking = False
 
     def install(self) -> None:
@@ -39,9 +42,9 @@ class Hook:
         """Gives Keras its own `fit` back."""
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-        if self._plain is not None:
-            sys.modules["keras"].Model.fit = self._plain
-            self._plain = None
+        for name, method in self._plain.items():
+            setattr(sys.modules["keras"].Model, name, method)
+        self._plain = {}
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         """Lets others find Keras, and sees it loaded. Python calls it for each import."""
@@ -64,7 +67,8 @@ class Hook:
             return False
         if self in sys.meta_path:
             sys.meta_path.remove(self)
-        plain = self._plain = model.fit
+        plain, on_batch = model.fit, getattr(model, "train_on_batch", None)
+        self._plain = {"fit": plain}
 
         @functools.wraps(plain)
         def fit(model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +80,22 @@ class Hook:
             return self.fits.fit(plain, model, *args, **kwargs)
 
         model.fit = fit
+        if on_batch is not None:
+            self._plain["train_on_batch"] = on_batch
+
+            @functools.wraps(on_batch)
+            def train_on_batch(*args: Any, **kwargs: Any) -> Any:
+                self.trains_on_batches = True
+                return on_batch(*args, **kwargs)
+
+            model.train_on_batch = train_on_batch
         return True
+
+    def summary(self, is_worker: bool) -> Optional[str]:
+        """What to say at the end of a script, in one line; None if there is nothing to say."""
+        if self.fits is not None:
+            return str(self.fits.summary())
+        return nothing.line(self.trains_on_batches, is_worker)
 
 
 class _Loader:
@@ -100,24 +119,32 @@ class _Loader:
 
 
 @contextlib.contextmanager
-def accumulated(settings: Optional[Dict[str, Any]]) -> Iterator[None]:
+def accumulated(settings: Optional[Dict[str, Any]], is_worker: bool = False) -> Iterator[None]:
     """A context in which a script runs with every `fit` accumulated, and what it came to is said.
 
     Args:
         settings: as those of a `Hook`; None leaves everything as it is.
+        is_worker: whether it is one of several workers.
     """
     if settings is None:
         yield
         return
     hook = Hook(settings)
     hook.install()
+    failed = True
     try:
         yield
+        failed = False
+    except SystemExit as end:
+        failed = bool(end.code)
+        raise
     finally:
         # Threads and atexit hooks of the script may train on: `fit` stays as it is.
-        if hook.fits is not None:
+        # A script that failed before its first fit has said why there was none.
+        line = None if failed and hook.fits is None else hook.summary(is_worker)
+        if line is not None:
             with contextlib.suppress(OSError):  # Nobody may read any more.
-                print(f"macrobatch: {hook.fits.summary()}", file=sys.stderr, flush=True)
+                print(f"macrobatch: {line}", file=sys.stderr, flush=True)
 
 
 def without_own_frames(error: BaseException) -> None:

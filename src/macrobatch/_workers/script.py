@@ -97,7 +97,7 @@ def accumulated(settings: str) -> Any:
         hook = importlib.import_module("macrobatch._run.hook")
     finally:
         sys.path.remove(root)
-    return hook.accumulated(json.loads(settings))
+    return hook.accumulated(json.loads(settings), is_worker=True)
 
 
 def text_of(error: BaseException) -> str:
