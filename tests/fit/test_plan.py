@@ -8,8 +8,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from fit import step_cases
 from keras import layers
-from support import draws, everything, thorough
+from support import MODES, draws, everything, thorough
 from test_accumulator_everywhere import mirrored
 from verify_models import X, Y, compiled, mlp
 
@@ -62,11 +63,13 @@ class Machine:
         work()
         return Peak(before, before + self.once + self.slope * size + self.more(trial.size), True)
 
-    def plan(self, limit, room=None, device="CPU", objective="fastest", **settings):
+    def plan(
+        self, limit=None, room=None, device="CPU", objective="fastest", model=None, **settings
+    ):
         """Plans with so many bytes beyond what is there before."""
         given = None if limit is None else Limit(BASE + limit, "a test")
         self._memory = Memory(Meter(), given, room, device)
-        return find.find(MODEL, X, Y, None, None, objective, settings)
+        return find.find(model or MODEL, X, Y, None, None, objective, settings)
 
 
 class Untried:
@@ -129,6 +132,15 @@ def test_everything_fits(machine):
     assert plan.advice == (
         "Batch 14 fits in 10.7 GiB as a whole; 4 is fastest: 0.62 x the time of the plain batch."
     )
+
+
+def test_networks_that_are_built_are_all_the_weights_of_a_gan(machine):
+    model = step_cases.gan(MODES["eager"])
+    with pytest.raises(ValueError, match="has no weights yet"):
+        machine.plan(model=model)
+    model.generator(step_cases.NOISE)
+    model.discriminator(step_cases.X)
+    assert machine.plan(model=model).micro_batch_size
 
 
 def test_no_size_is_tried_that_the_line_does_not_allow(machine):

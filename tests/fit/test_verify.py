@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 import verify_models as models
+from fit import step_cases
 from keras import layers, ops
-from support import draws, everything, thorough, thorough_for
+from support import MODES, draws, everything, thorough, thorough_for
 from test_accumulator_everywhere import mirrored
 from verify_models import EXACT, INEXACT, REPAIRED, SIZE, X, Y, compiled, mlp
 
@@ -473,6 +474,16 @@ def test_a_train_step_of_the_users_own():
     assert "Examples meet" in report.causes[0].explanation
     model.compares = False
     assert everything(model) == before
+
+
+def test_networks_that_are_built_are_all_the_weights_of_a_gan():
+    """Nobody calls the model itself, so Keras says that it is not built."""
+    model, batch = step_cases.gan(MODES["eager"]), (step_cases.X, step_cases.NOISE)
+    with pytest.raises(ValueError, match="has no weights yet"):
+        verified(model, batch)
+    model.generator(step_cases.NOISE)
+    model.discriminator(step_cases.X)
+    assert verified(model, batch).exact is True
 
 
 def test_a_sequential_without_an_input_takes_sequences_of_any_length():

@@ -26,6 +26,14 @@ def twin(model: Any, as_it_trains: bool = False) -> Tuple[Any, Tuple[str, ...]]:
     return other, compile_it(model, other, as_it_trains=as_it_trains)
 
 
+def has_weights(model: Any) -> bool:
+    """Whether a model has all of its weights. One made of models, a GAN for instance, is not built:
+    nobody calls it.
+    """
+    parts = [layer for layer in _internals.layers_of(model) if layer is not model]
+    return bool(model.built or (parts and all(part.built for part in parts)))
+
+
 def compiles_itself(model: Any) -> bool:
     """Whether the class of a model overrides `compile`."""
     return type(model).compile is not keras.Model.compile

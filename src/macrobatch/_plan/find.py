@@ -12,6 +12,7 @@ from macrobatch._batches import checks as batch_checks
 from macrobatch._checks import LOG
 from macrobatch._keras import model_checks as checks
 from macrobatch._no_trace.data import first_batch
+from macrobatch._no_trace.twin import has_weights
 from macrobatch._no_trace.unchanged import unchanged
 from macrobatch._plan.report import Plan
 from macrobatch._plan.search import Memory, Search, Tell
@@ -176,7 +177,7 @@ def _check(model: Any) -> None:
             f"The model {model.name!r} must be compiled: sizes are tried with its loss and its "
             "optimizer. Received: a model without compile()."
         )
-    if not model.built:
+    if not has_weights(model):
         raise ValueError(
             f"The model {model.name!r} has no weights yet. Build it first: call it on a batch, "
             "model(x)."

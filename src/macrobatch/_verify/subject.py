@@ -78,11 +78,11 @@ def copied(model: Any, batch: Batch, axis: Optional[int] = None) -> Subject:
                 build.open_along(clone, wide[0], axis)
             if not all(layer.built for layer in _internals.layers_of(clone)):
                 _internals.predictions(clone, wide[0], False)
-            is_built = model.built
-            paths = _give_weights(model, clone) if is_built else {}
+            has_weights = twins.has_weights(model)
+            paths = _give_weights(model, clone) if has_weights else {}
             notes = compiled.alike(model, clone, _internals.in_float64)
-            found = _results(clone, wide) if is_built else []
-        if is_built:
+            found = _results(clone, wide) if has_weights else []
+        if has_weights:
             _check_faithful(found, _results(twins.twin(model)[0], batch), narrowest(model))
     except CannotCopy:
         raise
@@ -93,7 +93,7 @@ def copied(model: Any, batch: Batch, axis: Optional[int] = None) -> Subject:
 
 def itself(model: Any, batch: Batch, why: str) -> Subject:
     """Another model of the same layers and variables."""
-    if not model.built:
+    if not twins.has_weights(model):
         raise ValueError(
             f"The model {model.name!r} has no weights yet, and cannot be copied ({why}). Build it "
             "first: call it on a batch, model(x)."
