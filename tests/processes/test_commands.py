@@ -6,25 +6,14 @@ And what each command refuses.
 import importlib
 import io
 import json
-import shlex
 import subprocess
 import sys
 
 import keras
 import pytest
-from support import thorough
-
-from macrobatch import cli
+from support import code_of, thorough
 
 FIT = "model_with().fit(x, y, batch_size=2)"
-
-
-def code_of(line):
-    """The exit code of a command line."""
-    try:
-        return cli.main(shlex.split(line))
-    except SystemExit as end:
-        return end.code
 
 
 @pytest.mark.parametrize(

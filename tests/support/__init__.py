@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import shlex
 from typing import NamedTuple
 
 import keras
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 
 import macrobatch
+from macrobatch import cli
 
 BACKEND = keras.backend.backend()
 if BACKEND == "tensorflow":
@@ -79,6 +81,14 @@ else:
 def array(value):
     """A copy of a value, or of what a variable holds, as an array of NumPy."""
     return np.array(keras.ops.convert_to_numpy(value))
+
+
+def code_of(line):
+    """The exit code of a command line of `macrobatch`."""
+    try:
+        return cli.main(shlex.split(line))
+    except SystemExit as end:
+        return end.code
 
 
 def build_pair(build):
