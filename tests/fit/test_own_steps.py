@@ -86,12 +86,12 @@ def test_micro_batches_of_any_size(name, mode, size):
     assert_as_plain(name, MODES[mode], micro_batch_size=size)
 
 
-def step_of(function, **attributes):
-    """A compiled model with a train step of its own."""
+def step_of(function, mode=None, optimizer=step_cases.adam, **attributes):
+    """A compiled model with a train step of its own. A class among its attributes is called."""
     model = step_cases.functional(type("Own", (keras.Model,), {"train_step": function}))
     for name, value in attributes.items():
-        setattr(model, name, value)
-    model.compile(step_cases.adam(), "mse")
+        setattr(model, name, value() if isinstance(value, type) else value)
+    model.compile(optimizer(), "mse", **(mode or {}))
     return model
 
 
@@ -102,8 +102,18 @@ def gradients_of(model, data, function=tf.reduce_mean):
     return loss, tape.gradient(loss, model.trainable_variables)
 
 
-def update(model, data):
-    loss, gradients = gradients_of(model, data)
+def update(model, data, function=tf.reduce_mean):
+    loss, gradients = gradients_of(model, data, function)
+    model.optimizer.apply(gradients, model.trainable_variables)
+    return loss
+
+
+def minimize(model, loss_of):
+    """One update of a loss."""
+    with tf.GradientTape() as tape:
+        loss = loss_of()
+    gradients = tape.gradient(loss, model.trainable_variables)
+    gradients = [g if g is None else tf.convert_to_tensor(g) for g in gradients]
     model.optimizer.apply(gradients, model.trainable_variables)
     return loss
 
@@ -160,11 +170,7 @@ def no_gradient(self, data):
 
 
 def gradient_of_weights_only(self, data):
-    with tf.GradientTape() as tape:
-        loss = tf.add_n(self.losses)
-    gradients = tape.gradient(loss, self.trainable_variables)
-    self.optimizer.apply(gradients, self.trainable_variables)
-    return {"loss": loss}
+    return {"loss": minimize(self, lambda: tf.add_n(self.losses))}
 
 
 def gradient_in_a_condition(self, data):
@@ -269,13 +275,13 @@ def changes_gradients(change):
 
 def weighs_positions(self, data):
     weights = tf.constant([[1.0, 2.0]], tf.float64)
-    with tf.GradientTape() as tape:
-        loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")(
-            data[1][..., None], self(data[0])[..., None], weights
-        )
-    gradients = tape.gradient(loss, self.trainable_variables)
-    self.optimizer.apply(gradients, self.trainable_variables)
-    return {"loss": loss}
+    loss = keras.losses.MeanSquaredError(reduction="mean_with_sample_weight")
+    x, y = data
+
+    def weighted():
+        return loss(y[..., None], self(x)[..., None], weights)
+
+    return {"loss": minimize(self, weighted)}
 
 
 REFUSED = {
@@ -320,28 +326,23 @@ REFUSED = {
 def test_what_cannot_be_right_is_refused(function, mode):
     model = step_of(
         function,
+        MODES[mode],
         queue=keras.Variable(np.zeros(4), trainable=False, name="queue"),
         steps=tf.Variable(0, name="steps"),
         after=keras.metrics.Mean("after"),
         area=keras.metrics.AUC(5, name="area"),
-        own=Counting(),
+        own=Counting,
     )
-    model.compile(step_cases.adam(), "mse", **MODES[mode])
     macrobatch.accumulate(model, 3)
-    before = [
-        *map(np.array, model.weights),
-        int(model.steps),
-        *map(np.array, model.metrics_variables),
-    ]
+
+    def values():
+        kept = [*model.weights, model.steps, *model.metrics_variables]
+        return [np.array(each).tolist() for each in kept]
+
+    before = values()
     with pytest.raises(ValueError, match=f"(?s){REFUSED[function]}"):
         model.fit(step_cases.X, step_cases.Y, batch_size=20, verbose=0)
-    after = [
-        *map(np.array, model.weights),
-        int(model.steps),
-        *map(np.array, model.metrics_variables),
-    ]
-    for one, other in zip(before, after):
-        np.testing.assert_array_equal(one, other)
+    assert values() == before
     assert int(model.optimizer.iterations) == 0
 
 
@@ -353,6 +354,13 @@ def assert_same_training(build, data, cut, tolerance=1e-10, **fit):
         np.testing.assert_allclose(own, value, rtol=0, atol=tolerance, err_msg=path)
     assert_same_history(history, other, tolerance)
     return model
+
+
+def assert_trained_as_plain(step, optimizer=step_cases.adam):
+    def build(mode):
+        return step_of(step, mode, optimizer, own=keras.metrics.Mean)
+
+    assert_same_training(build, CASES["guide"][1], {"micro_batch_size": 3})
 
 
 def scaled(self, data):
@@ -395,23 +403,17 @@ def tracks_two_kinds(self, data):
 
 def test_a_metric_of_the_examples_and_of_the_gradient():
     """What depends on no example goes into a metric once, also if others go in by share."""
-
-    def build(mode):
-        model = step_of(tracks_two_kinds, own=keras.metrics.Mean("own"))
-        model.compile(step_cases.adam(), **mode)
-        return model
-
-    assert_same_training(build, CASES["guide"][1], {"micro_batch_size": 3})
+    assert_trained_as_plain(tracks_two_kinds)
 
 
 def mean_over_tokens(self, data):
     tokens, labels, real = data
-    with tf.GradientTape() as tape:
+
+    def mean():
         losses = keras.losses.sparse_categorical_crossentropy(labels, self(tokens), True)
-        loss = tf.reduce_sum(losses * real) / tf.reduce_sum(real)
-    gradients = tape.gradient(loss, self.trainable_variables)
-    gradients = [tf.convert_to_tensor(gradient) for gradient in gradients]
-    self.optimizer.apply(gradients, self.trainable_variables)
+        return tf.reduce_sum(losses * real) / tf.reduce_sum(real)
+
+    loss = minimize(self, mean)
     self.own.update_state(loss)
     return {"loss": self.own.result(), "raw": loss}
 
@@ -450,8 +452,7 @@ def draws(self, data):
 
 @pytest.mark.parametrize("mode", ["graph", "eager"])
 def test_a_micro_batch_draws_the_same_for_all_gradients(mode):
-    model = step_of(draws, seeds=keras.random.SeedGenerator(1))
-    model.compile(step_cases.adam(), **MODES[mode])
+    model = step_of(draws, MODES[mode], seeds=keras.random.SeedGenerator(1))
     macrobatch.accumulate(model, 3)
     data = step_cases.X[:20], step_cases.Y[:20]
     history = model.fit(*data, batch_size=20, epochs=3, shuffle=False, verbose=0).history
@@ -488,9 +489,7 @@ def tf_random_in_a_function(self, data):
 @pytest.mark.parametrize("step", [tf_random, tf_random_in_a_function])
 @pytest.mark.examples_meet
 def test_what_tf_random_draws_is_warned_of(step):
-    model = step_of(step)
-    model.compile(step_cases.adam(), **MODES["eager"])
-    macrobatch.accumulate(model, 3)
+    model = macrobatch.accumulate(step_of(step, MODES["eager"]), 3)
     with pytest.warns(macrobatch.ExactnessWarning) as warned:
         model.fit(step_cases.X, step_cases.Y, batch_size=20, verbose=0)
     several, meeting = (str(warning.message) for warning in warned)
@@ -519,65 +518,53 @@ def test_batch_normalization_is_warned_of():
 
 
 def contrastive(self, data):
-    with tf.GradientTape() as tape:
+    def losses():
         one, two = (tf.math.l2_normalize(self(part), 1) for part in (data[0], data[0] + 0.1))
         likeness = tf.matmul(one, two, transpose_b=True)
-        losses = tf.nn.sparse_softmax_cross_entropy_with_logits(
-            tf.range(tf.shape(one)[0]), likeness
-        )
-    gradients = tape.gradient(losses, self.trainable_variables)
-    self.optimizer.apply(gradients, self.trainable_variables)
-    return {"loss": tf.reduce_mean(losses)}
+        own = tf.range(tf.shape(one)[0])
+        return tf.nn.sparse_softmax_cross_entropy_with_logits(own, likeness)
+
+    return {"loss": tf.reduce_mean(minimize(self, losses))}
 
 
 def coupled_second_loss(self, data):
-    update(self, data)
-    with tf.GradientTape() as tape:
+    def spread():
         outputs = self(data[0])
-        loss = tf.reduce_mean((outputs - tf.reduce_mean(outputs, 0)) ** 2)
-    gradients = tape.gradient(loss, self.trainable_variables)
-    self.optimizer.apply(gradients, self.trainable_variables)
-    return {"loss": loss}
+        return tf.reduce_mean((outputs - tf.reduce_mean(outputs, 0)) ** 2)
+
+    update(self, data)
+    return {"loss": minimize(self, spread)}
 
 
 def not_finite(self, data):
-    loss, gradients = gradients_of(self, data, lambda x: tf.reduce_mean(tf.math.log(-x)))
-    self.optimizer.apply(gradients, self.trainable_variables)
-    return {"loss": loss}
+    return {"loss": update(self, data, lambda x: tf.reduce_mean(tf.math.log(-x)))}
 
 
 def summed(self, data):
     """Sums over the examples, one of them with a constant: what plain Keras takes them for."""
     x, y = data
-    with tf.GradientTape() as outer:
+
+    def loss_and_slope():
         with tf.GradientTape() as inner:
             inner.watch(x)
             total = tf.reduce_sum(self(x))
         slope = inner.gradient(total, x)
-        loss = tf.reduce_sum((self(x) - y) ** 2 + tf.reduce_sum(slope**2, 1, keepdims=True)) / 64
-    gradients = outer.gradient(loss, self.trainable_variables)
-    self.optimizer.apply(gradients, self.trainable_variables)
+        return tf.reduce_sum((self(x) - y) ** 2 + tf.reduce_sum(slope**2, 1, keepdims=True)) / 64
+
+    loss = minimize(self, loss_and_slope)
     self.own.update_state(loss)
     return {"loss": loss, "own": self.own.result()}
 
 
-@pytest.mark.examples_meet
-@pytest.mark.parametrize("mode", ["graph", pytest.param("eager", marks=thorough)])
-def test_a_loss_may_be_a_sum(mode):
-    def build(mode):
-        model = step_of(summed, own=keras.metrics.Mean("own"))
-        model.compile(step_cases.adam(), **mode)
-        return model
-
-    assert_same_training(build, CASES["guide"][1], {"micro_batch_size": 3})
-
-
 def summed_by_keras(self, data):
-    with tf.GradientTape() as tape:
-        loss = keras.losses.MeanSquaredError(reduction="sum")(data[1], self(data[0]))
-    gradients = tape.gradient(loss, self.trainable_variables)
-    self.optimizer.apply(gradients, self.trainable_variables)
-    return {"loss": loss}
+    loss = keras.losses.MeanSquaredError(reduction="sum")
+    return {"loss": minimize(self, lambda: loss(data[1], self(data[0])))}
+
+
+@pytest.mark.examples_meet
+@pytest.mark.parametrize("step", [summed, summed_by_keras])
+def test_a_loss_may_be_a_sum(step):
+    assert_trained_as_plain(step)
 
 
 @pytest.mark.eager
@@ -588,22 +575,7 @@ def test_gradients_may_depend_on_the_number_of_features():
         self.optimizer.apply([each / size for each in gradients], self.trainable_variables)
         return {"loss": loss}
 
-    def build(mode):
-        model = step_of(step)
-        model.compile(keras.optimizers.SGD(0.1), **mode)
-        return model
-
-    assert_same_training(build, CASES["guide"][1], {"micro_batch_size": 3})
-
-
-@pytest.mark.examples_meet
-def test_a_loss_of_keras_may_be_a_sum():
-    def build(mode):
-        model = step_of(summed_by_keras)
-        model.compile(step_cases.adam(), **mode)
-        return model
-
-    assert_same_training(build, CASES["guide"][1], {"micro_batch_size": 3})
+    assert_trained_as_plain(step, optimizer=lambda: keras.optimizers.SGD(0.1))
 
 
 def of_any_width(x):
@@ -625,30 +597,15 @@ MEANS = {
 @pytest.mark.examples_meet
 @pytest.mark.parametrize("function", MEANS.values(), ids=MEANS)
 def test_a_sum_that_is_divided_inside_is_a_mean(function):
-    def step(self, data):
-        loss, gradients = gradients_of(self, data, function)
-        self.optimizer.apply(gradients, self.trainable_variables)
-        return {"loss": loss}
-
-    def build(mode):
-        model = step_of(step)
-        model.compile(step_cases.adam(), **mode)
-        return model
-
-    assert_same_training(build, CASES["guide"][1], {"micro_batch_size": 3})
+    assert_trained_as_plain(lambda self, data: {"loss": update(self, data, function)})
 
 
 def summed_and_more(self, data):
-    loss, gradients = gradients_of(self, data, lambda x: tf.reduce_sum(x) + tf.add_n(self.losses))
-    self.optimizer.apply(gradients, self.trainable_variables)
-    return {"loss": loss}
+    return {"loss": update(self, data, lambda x: tf.reduce_sum(x) + tf.add_n(self.losses))}
 
 
 def divided(self, data):
-    loss, gradients = gradients_of(
-        self, data, lambda x: tf.reduce_mean(x, 1) / tf.cast(tf.shape(x)[0], x.dtype)
-    )
-    self.optimizer.apply(gradients, self.trainable_variables)
+    loss = update(self, data, lambda x: tf.reduce_mean(x, 1) / tf.cast(tf.shape(x)[0], x.dtype))
     return {"loss": tf.reduce_mean(loss)}
 
 
@@ -662,12 +619,10 @@ def given_gradients(self, data):
 
 
 def summed_with_dropout(self, data):
-    x, y = data
-    with tf.GradientTape() as tape:
-        loss = tf.reduce_sum((self.dropout(self(x), training=True) - y) ** 2) + 1
-    gradients = tape.gradient(loss, self.trainable_variables)
-    self.optimizer.apply(gradients, self.trainable_variables)
-    return {"loss": loss}
+    def total():
+        return tf.reduce_sum((self.dropout(self(data[0]), training=True) - data[1]) ** 2) + 1
+
+    return {"loss": minimize(self, total)}
 
 
 @pytest.mark.examples_meet
@@ -685,9 +640,8 @@ def summed_with_dropout(self, data):
     ],
 )
 def test_losses_that_are_no_means_over_examples_are_warned_of(function, message):
-    model = step_of(function, dropout=keras.layers.Dropout(0.5))
-    model.compile(step_cases.adam(), **MODES["eager"])
-    model.own = keras.metrics.Mean()
+    own = {"dropout": keras.layers.Dropout(0.5), "own": keras.metrics.Mean}
+    model = step_of(function, MODES["eager"], **own)
     data = step_cases.X, step_cases.Y
     if function is mean_over_tokens:
         data = step_cases.X, np.arange(45) % 2, step_cases.UNIFORM[:, 0]
@@ -709,16 +663,13 @@ def test_losses_that_are_no_means_over_examples_are_warned_of(function, message)
 )
 def test_logs_and_metrics_that_are_no_means_over_examples_are_warned_of(value, names):
     def reporting(self, data):
-        loss, gradients = gradients_of(self, data)
-        self.optimizer.apply(gradients, self.trainable_variables)
+        loss = update(self, data)
         if names == "'largest'":
             self.own.update_state(value(data[0]))
             return {"loss": loss, "own": self.own.result()}
         return {"loss": loss, "value": value(data[0])}
 
-    model = step_of(reporting)
-    model.compile(step_cases.adam(), **MODES["eager"])
-    model.own = keras.metrics.Mean(name="largest")
+    model = step_of(reporting, MODES["eager"], own=keras.metrics.Mean("largest"))
     macrobatch.accumulate(model, 3)
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
@@ -750,8 +701,7 @@ def test_metrics_that_keep_what_a_batch_comes_to_are_warned_of(largest):
         self.own.update_state(loss)
         return {"kept": self.own.result()}
 
-    model = step_of(reporting, own=Latest(largest))
-    model.compile(step_cases.adam(), **MODES["eager"])
+    model = step_of(reporting, MODES["eager"], own=Latest(largest))
     macrobatch.accumulate(model, 3)
     with pytest.warns(macrobatch.ExactnessWarning, match="no means over the examples: 'kept/kept'"):
         model.fit(step_cases.X, step_cases.Y, batch_size=20, shuffle=False, verbose=0)

@@ -209,7 +209,7 @@ MUTANTS = [
         "_own_steps/tracing.py",
         "        share = self.marked(tf.ones([], tf.float64), EXAMPLES)\n",
         "        share = tf.ones([], tf.float64)\n",
-        (OWN + "test_a_loss_of_keras_may_be_a_sum",),
+        (OWN + "test_a_loss_may_be_a_sum",),
     ),
     Mutant(
         "own steps: a sum in a metric counts by share",
