@@ -384,6 +384,15 @@ def test_workers_start_again_and_write_files(script, tmp_path, restarts, code):
         assert "done" in (tmp_path / "logs/of/run/worker-0.log").read_text()
 
 
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="Linux tells what a process has")
+def test_a_restart_leaves_nothing_open(script):
+    script("print('open:', len(os.listdir(f'/proc/{os.getppid()}/fd'))); sys.exit(5)")
+    result = run(1, "--max-restarts", "2")
+    counts = [int(each) for each in re.findall(rb"open: (\d+)", result.stdout)]
+    assert len(counts) == 3
+    assert max(counts) - min(counts) <= 1  # what a start needs may still be open
+
+
 # What workers get from the system
 
 

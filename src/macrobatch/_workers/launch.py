@@ -222,10 +222,10 @@ class Launch:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda number, _: self._signals.append(number))
         # Workers die when the other end of their lifeline is closed: by the kernel, if need be.
-        lifeline, _other_end = os.pipe()
+        lifeline, other_end = os.pipe()
         sockets = [socket.socket() for _ in range(workers)]
-        addresses = _addresses(sockets)
         try:
+            addresses = _addresses(sockets)
             for index in range(workers):
                 task = {"type": "worker", "index": index}
                 config = json.dumps({"cluster": {"worker": addresses}, "task": task})
@@ -255,6 +255,11 @@ class Launch:
             return 128 + signal.SIGPIPE
         finally:
             self._send(signal.SIGKILL)
+            # Workers may be started again, many times.
+            for each in sockets:
+                each.close()
+            os.close(lifeline)
+            os.close(other_end)
         if self._interrupted_by:
             return 128 + self._interrupted_by
         return codes[-1] if codes else 0
