@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from keras import layers
 from noise_by_hand import scaled, tagger
-from support import BACKEND, MODES, array, thorough
+from support import BACKEND, MODES, array, several_devices, thorough
 
 import macrobatch
 
@@ -42,6 +42,14 @@ def test_as_written_out(mode):
     model = macrobatch.accumulate(compiled(tagger, scaled, **MODES[mode]), 3)
     noise = macrobatch.GradientNoiseScale(every=2, decay=0.5)
     noise_by_hand.check(model, noise, [0, 3, 6, 9, 10])
+
+
+@pytest.mark.skipif(BACKEND != "jax", reason="devices of JAX")
+def test_all_devices_count():
+    with several_devices():
+        model = macrobatch.accumulate(compiled(tagger, scaled), 3)
+        noise = macrobatch.GradientNoiseScale(every=2, decay=0.5)
+        noise_by_hand.check(model, noise, [0, 3, 5, 8, 10])
 
 
 @slow_on_jax

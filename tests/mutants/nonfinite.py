@@ -2,7 +2,7 @@
 
 from mutant import Mutant
 
-FIT, SEARCH = "fit/test_not_finite.py::", "rooms/test_bad_examples.py::"
+FIT = "fit/test_not_finite.py::"
 UPDATE = FIT + "test_the_update_of_the_other_examples[graph]"
 GUARD, NUMBERS = "_fit/guard.py", "_keras/guard.py"
 FINITE = "_keras/skipping.py"
@@ -56,14 +56,14 @@ MUTANTS = [
         FINITE,
         "is_sure=not is_last)",
         "is_sure=True)",
-        (SEARCH + "test_examples_that_are_bad_only_together",),
+        (FIT + "test_examples_that_are_bad_only_together",),
     ),
     Mutant(
         "not finite: the rest of a group is not looked at once one is found",
         FINITE,
         "if is_last or is_bad(part):",
         "if is_last or (not found and is_bad(part)):",
-        (SEARCH + "test_bad_examples_are_found_one_by_one",),
+        (FIT + "test_bad_examples_are_found_one_by_one",),
     ),
     Mutant(
         "not finite: weights are not looked at",
@@ -119,28 +119,28 @@ MUTANTS = [
         "_fit/attempts.py",
         "(usual if _fits(spec, batch) else other)(batch)",
         "usual(batch)",
-        (FIT + "test_each_way_to_train",),
+        (FIT + "test_each_way_to_train[several steps at a time]",),
     ),
     Mutant(
         "not finite: an example of the next replica",
         EXAMPLES,
         "if start <= place < start + size",
         "if start <= place <= start + size",
-        (SEARCH + "test_examples_on_replicas",),
+        (FIT + "test_an_error_on_several_devices",),
     ),
     Mutant(
         "not finite: a sparse tensor keeps its rows where they were",
         "_tensorflow/leaves.py",
         "tf.concat([tf.cast(places, tf.int64)[:, None], some.indices[:, 1:]], 1)",
         "some.indices",
-        (SEARCH + "test_some_examples_of_each_kind_of_tensor",),
+        (FIT + "test_other_kinds_of_tensors",),
     ),
     Mutant(
         "not finite: replicas write, each by what it has seen itself",
         "_tensorflow/replicas.py",
         "graph.when(agreed, lambda: strategy.run(keep(call), args=(functions,)))",
         "strategy.run(keep(call), args=(functions,))",
-        (FIT + "test_an_error_on_replicas",),
+        (FIT + "test_an_error_on_several_devices",),
     ),
     Mutant(
         "not finite: statistics are never at fault",

@@ -3,6 +3,7 @@
 import contextlib
 import random
 import shlex
+import unittest.mock
 from typing import NamedTuple
 
 import keras
@@ -247,6 +248,20 @@ def draws():
         keras.layers.Dense(1).name,
         keras.initializers.GlorotUniform()([2, 2]).numpy().tolist(),
     )
+
+
+@contextlib.contextmanager
+def several_devices():
+    """Two replicas of TensorFlow, or two devices of JAX. Gives the scope in which to build."""
+    if BACKEND == "tensorflow":
+        with unittest.mock.patch.dict(globals(), strategy=mirrored(2)):
+            yield strategy.scope()
+    else:
+        keras.distribution.set_distribution(keras.distribution.DataParallel())
+        try:
+            yield contextlib.nullcontext()
+        finally:
+            keras.distribution.set_distribution(None)
 
 
 def mirrored(count=2):
