@@ -99,7 +99,7 @@ test-jax test-torch: test-%: .venv-%/test-installed
 	KERAS_BACKEND=$* .venv-$*/bin/python $(PYTEST) $(ON_BACKENDS)
 
 test-hub: .venv-hub/installed
-	.venv-hub/bin/python -m pytest -m "" -k "lora or keras_hub" tests/processes/test_run.py tests/processes/test_notebooks.py tests/fit/test_examples_that_meet.py
+	.venv-hub/bin/python -m pytest -m "" -k "lora or keras_hub" tests/processes/test_run.py tests/processes/test_notebooks.py tests/fit/test_interaction.py
 
 mutants: .venv/dev-installed
 	.venv/bin/python tests/mutants

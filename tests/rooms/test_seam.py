@@ -7,7 +7,6 @@ import sys
 
 HERE = pathlib.Path(__file__).parent
 TESTS = [
-    "test_meeting.py",
     "test_noise.py",
 ]
 

@@ -43,6 +43,11 @@ def slow_on(*backends):
     return thorough if BACKEND in backends else thorough_for()
 
 
+def only_on(*backends):
+    """A mark for what other backends do not have."""
+    return pytest.mark.skipif(BACKEND not in backends, reason=f"of {' and '.join(backends)}")
+
+
 class DensePlain(keras.Model):
     """Plain Keras with its gradient made dense: the reference where rows of a table repeat.
 
