@@ -2,6 +2,7 @@
 
 import contextlib
 import inspect
+import json
 import os
 import re
 import select
@@ -95,15 +96,14 @@ def wait_until(condition):
 
 def test_each_worker_has_its_place_in_one_cluster(script):
     script("print(os.environ['TF_CONFIG'])")
-    result = run(3)
-    assert result.returncode == 0
-    lines = sorted(result.stdout.decode().splitlines())
-    configs = [eval(line[len("[worker 0] ") :]) for line in lines]
-    assert [line[: len("[worker 0] ")] for line in lines] == [f"[worker {i}] " for i in range(3)]
-    assert [c["task"] for c in configs] == [{"type": "worker", "index": i} for i in range(3)]
+    lines = sorted(run(3).stdout.decode().splitlines())
+    configs = [json.loads(line.partition("] ")[2]) for line in lines]
     addresses = configs[0]["cluster"]["worker"]
-    assert all(config["cluster"] == {"worker": addresses} for config in configs)
-    assert len(set(addresses)) == 3
+    for index, (line, config) in enumerate(zip(lines, configs)):
+        assert line.startswith(f"[worker {index}] ")
+        task = {"type": "worker", "index": index}
+        assert config == {"cluster": {"worker": addresses}, "task": task}
+    assert len(set(addresses)) == len(lines) == 3
     assert all(re.match(r"localhost:\d+$", address) for address in addresses)
 
 
