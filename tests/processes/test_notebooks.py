@@ -1,21 +1,18 @@
 """The notebooks, from top to bottom, in processes of their own."""
 
-import importlib.util
 import json
 import pathlib
 
 import fresh
 import pytest
+from support import needs_hub, thorough
 
 FOLDER = pathlib.Path(__file__).parent.parent.parent / "notebooks"
-NEEDS_HUB = pytest.mark.skipif(
-    importlib.util.find_spec("keras_hub") is None, reason="needs keras-hub: make test-hub"
-)
 
 
 @pytest.mark.parametrize(
     "name",
-    ["quickstart", pytest.param("lora", marks=[pytest.mark.thorough, NEEDS_HUB])],
+    ["quickstart", pytest.param("lora", marks=[thorough, needs_hub])],
 )
 def test_a_notebook_runs(name, tmp_path):
     cells = json.loads((FOLDER / f"{name}.ipynb").read_text())["cells"]

@@ -1,6 +1,5 @@
 """`macrobatch run` on scripts as people write them, in one process; `%macrobatch` in notebooks."""
 
-import importlib.util
 import os
 import pathlib
 import re
@@ -13,14 +12,11 @@ import h5py
 import keras
 import numpy as np
 import pytest
-from support import thorough
+from support import needs_hub, thorough
 from test_accumulator_everywhere import mirrored
 
 import macrobatch
 
-NEEDS_HUB = pytest.mark.skipif(
-    importlib.util.find_spec("keras_hub") is None, reason="needs keras-hub: make test-hub"
-)
 SCRIPTS = pathlib.Path(__file__).parent / "scripts"
 
 
@@ -57,7 +53,7 @@ def said_of_same_weights(script, folder, size, *options, tolerance=1e-10):
         pytest.param("autoencoder", "6 batches, 14 micro-batches", marks=thorough),
         pytest.param("tabular", "6 batches, 18 micro-batches", marks=thorough),
         pytest.param("transfer_learning", "4 batches, 8 micro-batches", marks=thorough),
-        pytest.param("hub_lora", "4 batches, 12 micro-batches", marks=[thorough, NEEDS_HUB]),
+        pytest.param("hub_lora", "4 batches, 12 micro-batches", marks=[thorough, needs_hub]),
     ],
 )
 def test_an_unmodified_script_ends_with_the_same_weights(tmp_path, name, line):

@@ -1,5 +1,6 @@
 """wait_for_workers: late workers, missing ones, and strangers who connect or answer."""
 
+import concurrent.futures
 import contextlib
 import socket
 import threading
@@ -33,35 +34,24 @@ def cluster():
     return ports, [resolver_of([f"localhost:{p}" for p in ports], index) for index in range(2)]
 
 
-class Waiting(threading.Thread):
-    """A worker that waits in a thread, and what it raises."""
-
-    def __init__(self, resolver, timeout=DEADLINE):
-        super().__init__(daemon=True)
-        self.error = None
-        self._arguments = {"timeout": timeout, "cluster_resolver": resolver}
-        self.start()
-
-    def run(self):
-        try:
-            macrobatch.wait_for_workers(**self._arguments)
-        except OSError as error:
-            self.error = error
-
-    def meets(self):
-        self.join(DEADLINE)
-        return not self.is_alive() and self.error is None
-
-    def meets_a_late(self, resolver):
-        return Waiting(resolver).meets() and self.meets()
+THREADS = concurrent.futures.ThreadPoolExecutor()
 
 
-def connected(port, host="127.0.0.1"):
+def waiting(resolver, timeout=DEADLINE):
+    """A worker that waits in a thread."""
+    return THREADS.submit(macrobatch.wait_for_workers, timeout, cluster_resolver=resolver)
+
+
+def assert_met(*workers):
+    assert [worker.result(DEADLINE) for worker in workers] == [None] * len(workers)
+
+
+def connected(port):
     """A connection to a worker, as soon as it listens."""
     end = time.monotonic() + DEADLINE
     while True:
         try:
-            return socket.create_connection((host, port), timeout=DEADLINE)
+            return socket.create_connection(("127.0.0.1", port), timeout=DEADLINE)
         except ConnectionRefusedError:
             assert time.monotonic() < end, "nobody listens"
             time.sleep(0.01)
@@ -85,9 +75,9 @@ def test_somebody_else_at_the_address():
 def test_a_worker_that_comes_after_somebody_else_at_its_address():
     (_, port), resolvers = cluster()
     with socket.create_server(("localhost", port)) as stale:
-        first = Waiting(resolvers[0])
+        first = waiting(resolvers[0])
         stale.accept()[0].close()
-    assert first.meets_a_late(resolvers[1])
+    assert_met(waiting(resolvers[1]), first)
 
 
 def test_an_address_that_is_taken():
@@ -99,10 +89,10 @@ def test_an_address_that_is_taken():
 
 def test_workers_that_come_late():
     _, resolvers = cluster()
-    first = Waiting(resolvers[0])
-    first.join(0.3)
-    assert first.is_alive()
-    assert first.meets_a_late(resolvers[1])
+    first = waiting(resolvers[0])
+    time.sleep(0.3)
+    assert not first.done()
+    assert_met(waiting(resolvers[1]), first)
 
 
 def test_one_worker_waits_for_nobody(monkeypatch):
@@ -143,9 +133,9 @@ def dripping(connections):
 
 def test_a_slow_stranger_keeps_no_worker_from_being_heard():
     (port, _), resolvers = cluster()
-    first = Waiting(resolvers[0])
+    first = waiting(resolvers[0])
     with dripping([connected(port) for _ in range(3)]):
-        assert first.meets_a_late(resolvers[1])
+        assert_met(waiting(resolvers[1]), first)
 
 
 def test_a_stranger_whose_answer_does_not_end_outlives_no_timeout():
@@ -160,9 +150,8 @@ def test_a_stranger_whose_answer_does_not_end_outlives_no_timeout():
 
         threading.Thread(target=accept, daemon=True).start()
         with dripping(connections):
-            first = Waiting(resolvers[0], timeout=0.5)
-            first.join(DEADLINE)
-            assert isinstance(first.error, TimeoutError), "still waiting"
+            first = waiting(resolvers[0], timeout=0.5)
+            assert isinstance(first.exception(DEADLINE), TimeoutError)
         server.shutdown(socket.SHUT_RDWR)
 
 
@@ -178,29 +167,29 @@ def flood(connection):
 
 def test_a_line_without_end_is_not_listened_to():
     (port, _), resolvers = cluster()
-    first = Waiting(resolvers[0])
+    first = waiting(resolvers[0])
     with connected(port) as stranger:
         assert not flood(stranger)
-    assert first.meets_a_late(resolvers[1])
+    assert_met(waiting(resolvers[1]), first)
 
 
 def test_an_answer_without_end_is_not_listened_to():
     (_, port), resolvers = cluster()
     with socket.create_server(("localhost", port)) as server:
         server.settimeout(DEADLINE)
-        Waiting(resolvers[0], timeout=1)
+        waiting(resolvers[0], timeout=1)
         with server.accept()[0] as connection:
             assert not flood(connection)
 
 
 def test_names_of_no_worker_are_not_answered():
     (port, _), resolvers = cluster()
-    first = Waiting(resolvers[0])
+    first = waiting(resolvers[0])
     for name in (b"worker 2\n", b"worker 0\n", b"\xff\n", b"\n"):
         with connected(port) as stranger:
             stranger.sendall(name)
             assert stranger.recv(100) == b""
-    assert first.meets_a_late(resolvers[1])
+    assert_met(waiting(resolvers[1]), first)
 
 
 # Where a worker listens
@@ -208,11 +197,11 @@ def test_names_of_no_worker_are_not_answered():
 
 def test_a_worker_listens_at_its_address_only():
     (port, _), resolvers = cluster()
-    first = Waiting(resolvers[0])
+    first = waiting(resolvers[0])
     connected(port).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), timeout=DEADLINE)
-    assert first.meets_a_late(resolvers[1])
+    assert_met(waiting(resolvers[1]), first)
 
 
 def test_addresses_of_ipv6():
@@ -221,7 +210,7 @@ def test_addresses_of_ipv6():
     except OSError:
         pytest.skip("this machine has no IPv6")
     resolvers = [resolver_of([f"[::1]:{port}" for port in ports], index) for index in range(2)]
-    assert Waiting(resolvers[0]).meets_a_late(resolvers[1])
+    assert_met(*map(waiting, resolvers))
 
 
 ADDRESSES = {"elsewhere": "192.0.2.1", "self": "127.0.1.1"}
@@ -245,7 +234,7 @@ def test_a_host_that_others_know_by_another_address(names, host):
     ports = free_ports()
     views = [[f"{name}:{ports[0]}", f"localhost:{ports[1]}"] for name in (host, "127.0.0.1")]
     resolvers = [resolver_of(view, index) for index, view in enumerate(views)]
-    assert Waiting(resolvers[0]).meets_a_late(resolvers[1])
+    assert_met(*map(waiting, resolvers))
 
 
 def test_a_name_that_takes_long_to_resolve_outlives_no_timeout(monkeypatch):

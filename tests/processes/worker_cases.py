@@ -276,11 +276,6 @@ def distributed(strategy, batch):
     return strategy.experimental_distribute_values_from_function(part)
 
 
-def loss_of(model, batch):
-    x, y = batch
-    return tf.reduce_mean((model(x, training=True) - y) ** 2, -1)
-
-
 @case
 def value_and_gradients_of_the_whole_batch(strategy):
     return value_and_gradients(strategy, whole=True)
@@ -289,33 +284,31 @@ def value_and_gradients_of_the_whole_batch(strategy):
 @case
 def value_and_gradients(strategy, whole=False):
     x, y = examples(17)
-    model = model_of(None, mlp) if strategy is None else model_of(strategy, mlp)
+    model = model_of(strategy, mlp)
+    variables = model.trainable_variables
     with scope_of(strategy):
-        model.optimizer.build(model.trainable_variables)
+        model.optimizer.build(variables)
+
+    def forward(batch):
+        return model(batch[0], training=True)
+
+    def losses_of(predicted, batch):
+        _, y = batch
+        return compared(y, predicted) if whole else tf.reduce_mean((predicted - y) ** 2, -1)
 
     def step(*batch):
         if strategy is None:
             with tf.GradientTape() as tape:
-                predicted = model(batch[0], training=True)
-                losses = compared(batch[1], predicted) if whole else loss_of(model, batch)
-                loss = tf.reduce_mean(losses)
-            gradients = tape.gradient(loss, model.trainable_variables)
-        elif whole:
-            loss, gradients = macrobatch.value_and_gradients(
-                lambda predicted, batch: compared(batch[1], predicted),
-                model.trainable_variables,
-                batch,
-                micro_batch_size=2,
-                forward=lambda batch: model(batch[0], training=True),
-            )
+                loss = tf.reduce_mean(losses_of(forward(batch), batch))
+            gradients = tape.gradient(loss, variables)
         else:
+            function, options = lambda batch: losses_of(forward(batch), batch), {}
+            if whole:
+                function, options = losses_of, {"forward": forward}
             loss, gradients = macrobatch.value_and_gradients(
-                lambda batch: loss_of(model, batch),
-                model.trainable_variables,
-                batch,
-                micro_batch_size=2,
+                function, variables, batch, micro_batch_size=2, **options
             )
-        model.optimizer.apply(gradients, model.trainable_variables)
+        model.optimizer.apply(gradients, variables)
         return loss
 
     if strategy is None:

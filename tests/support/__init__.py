@@ -1,6 +1,7 @@
 """What the equivalence tests share: training a model plainly and accumulated, and comparing."""
 
 import contextlib
+import importlib.util
 import random
 import shlex
 import unittest.mock
@@ -34,6 +35,9 @@ MODES = {
 
 # Beside a case or a parameter: `make test` deselects it, `make test-all` runs it.
 thorough = pytest.mark.thorough
+needs_hub = pytest.mark.skipif(
+    importlib.util.find_spec("keras_hub") is None, reason="needs keras-hub: make test-hub"
+)
 # The same for those of its parameters that have one of these words in their ids.
 thorough_for = pytest.mark.thorough_for
 
