@@ -23,10 +23,14 @@ _ELSEWHERE = {
         "value_and_gradients": "jax.value_and_grad for each micro-batch, weighted by its share of "
         "the examples and summed (optax.MultiSteps is right for micro-batches of one size)",
         "GradientAccumulator": "optax.MultiSteps",
+        "wait_for_workers": "jax.distributed.initialize(initialization_timeout=...), which waits "
+        "for all processes",
     },
     "torch": {
         "value_and_gradients": "(loss * share).backward() per micro-batch, which adds to .grad",
         "GradientAccumulator": "(loss * share).backward() per micro-batch, which adds to .grad",
+        "wait_for_workers": "torch.distributed.init_process_group(timeout=...), which waits for "
+        "all processes",
     },
 }
 _FIT = "macrobatch.accumulate(model, micro_batch_size=8) with fit()"
@@ -78,8 +82,11 @@ def check_available(name: str) -> None:
         _check_tensorflow(name)
     elif name not in _ON_ANY:
         way_out = _ELSEWHERE.get(backend, {}).get(name)
-        beside = f", or in a loop of your own {way_out}" if way_out else ""
-        instead = _FINDS if name == "find_micro_batch_size" else _FIT + beside
+        instead = f"{_FIT}, or in a loop of your own {way_out}" if way_out else _FIT
+        if name == "find_micro_batch_size":
+            instead = _FINDS
+        elif name == "wait_for_workers":
+            instead = way_out or "what the backend offers to several processes"
         raise ImportError(
             f"macrobatch.{name} is available on TensorFlow only so far. Received: Keras on "
             f"the {backend!r} backend. Use {instead}."

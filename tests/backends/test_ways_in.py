@@ -36,12 +36,19 @@ def test_a_refusal_leaves_a_model_as_it_is():
     assert model.train_step == step
 
 
-NAMES = ["find_micro_batch_size", "wait_for_workers"]
-
-
-@pytest.mark.parametrize("name", [*NAMES, "value_and_gradients", "GradientAccumulator"])
-def test_what_only_tensorflow_has(name):
-    with pytest.raises(ImportError, match=rf"{name} is .* TensorFlow only.*{BACKEND}.*accumulate"):
+@pytest.mark.parametrize(
+    ("name", "instead"),
+    [
+        ("find_micro_batch_size", "accumulate"),
+        ("value_and_gradients", "accumulate"),
+        ("GradientAccumulator", "accumulate"),
+        ("wait_for_workers", rf"{BACKEND}\.distributed"),
+    ],
+)
+def test_what_only_tensorflow_has(name, instead):
+    with pytest.raises(
+        ImportError, match=rf"{name} is .* TensorFlow only.*{BACKEND}.*Use .*{instead}"
+    ):
         getattr(macrobatch, name)
 
 
