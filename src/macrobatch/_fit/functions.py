@@ -38,8 +38,8 @@ class Functions(Steps):
         """
         model, auto = self.model, self.auto
         steps, training = model.steps_per_execution, name == "make_train_function"
-        if auto is not None and model.jit_compile and not self.compiles_steps():
-            auto.compiles = True
+        if auto is not None:
+            auto.compiles = bool(model.jit_compile) and not self.compiles_steps()
         made = self._of_each_kind(name, force)
         attempt = self._attempt(training)
         if attempt is not None:
