@@ -7,6 +7,7 @@ read when they are imported.
 
 import builtins
 import contextlib
+import functools
 import importlib
 import inspect
 import os
@@ -108,6 +109,7 @@ def _stopping_at_fit() -> Iterator[None]:
 
 
 def _fit_like(plain: Any) -> Any:
+    @functools.wraps(plain)  # whose signature others may ask for
     def fit(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = inspect.signature(plain).bind(self, *args, **kwargs)
         call.apply_defaults()
