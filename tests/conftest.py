@@ -36,7 +36,6 @@ if BACKEND == "tensorflow":
     collect_ignore.append("backends")
 else:
     collect_ignore += ["fit/test_keras_trainer.py", "fit/test_batch_norm.py"]
-    collect_ignore += ["equivalence/test_properties.py"]
 
 OTHERS = {"tensorflow", "jax", "torch"} - {BACKEND}
 IMPORTS_ANOTHER = re.compile(rf"^(import|from) ({'|'.join(OTHERS)})\w*\b", re.MULTILINE)

@@ -102,17 +102,58 @@ TWO_INPUTS = {"sequence": padded(), "vector": data(N, 4, seed=2)}
 SCORES = data(N, 1, seed=3)
 
 
-class Penalty(layers.Layer):
-    """Adds squares to the loss: one for each example, or their mean."""
+class AddsTo(layers.Layer):
+    """Adds to the loss what a function makes of the inputs."""
 
-    def __init__(self, per_example):
+    def __init__(self, function):
         super().__init__()
-        self.per_example = per_example
+        self.function = function
 
     def call(self, inputs):
-        squares = keras.ops.mean(keras.ops.square(inputs), axis=-1)
-        self.add_loss(squares if self.per_example else keras.ops.mean(squares))
+        self.add_loss(self.function(inputs))
         return inputs
+
+
+def own_loss(function, outputs=None):
+    """What builds a model whose `compute_loss` is a function of it, of labels and predictions."""
+
+    class OwnLoss(keras.Model):
+        def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+            return function(self, y, y_pred)
+
+    def build():
+        inputs = keras.Input([4])
+        if outputs:
+            return OwnLoss(inputs, {name: layers.Dense(2)(inputs) for name in outputs})
+        return OwnLoss(inputs, layers.Dense(2, kernel_regularizer="l2")(inputs))
+
+    return build
+
+
+class OwnMetrics(keras.Model):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.largest = keras.metrics.Mean(name="largest")
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        logs = super().compute_metrics(x, y, y_pred, sample_weight)
+        self.largest.update_state(keras.ops.max(keras.ops.abs(y_pred), axis=-1))
+        return {"twice_the_loss": 2 * logs["loss"], "own": self.largest.result()}
+
+
+class OwnListOfMetrics(OwnMetrics):
+    @property
+    def metrics(self):
+        return [self.largest]
+
+    def compute_metrics(self, x, y, y_pred, sample_weight=None):
+        self.largest.update_state(keras.ops.max(keras.ops.abs(y_pred), axis=-1))
+        return self.get_metrics_result()
+
+
+def with_metrics(kind):
+    inputs = keras.Input([4])
+    return kind(inputs, layers.Dense(2)(inputs))
 
 
 class Subclassed(keras.Model):
@@ -150,6 +191,11 @@ def convolutional():
     return keras.Sequential([keras.Input([4]), *convolution, layers.Dense(2)])
 
 
+def sparse():
+    inputs = keras.Input([4], sparse=True)
+    return keras.Model(inputs, layers.Dense(2)(inputs))
+
+
 class PartlyUnused(keras.Model):
     """One layer gets no gradient at all."""
 
@@ -179,6 +225,18 @@ class SometimesUsed(keras.Model):
         if keras.ops.any(used):
             outputs = outputs + keras.ops.where(used, self.sometimes(inputs), 0.0)
         return outputs
+
+
+class OneBesideNone(keras.Model):
+    """Its inputs have another input deeper inside, and None."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = layers.Dense(2)
+
+    def call(self, inputs):
+        assert inputs["nothing"] is None
+        return self.layer(inputs["some"][0])
 
 
 class Branching(keras.Model):

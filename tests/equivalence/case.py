@@ -3,16 +3,29 @@
 The reference of a case, plain Keras on whole batches, is trained once and kept for all modes.
 """
 
+import contextlib
 import functools
 from dataclasses import dataclass, field
 from typing import Any, Callable, Dict, List, Optional
 
 import pytest
 import support
-from support import MODES, assert_ended, assert_same_history, ended, train
+from support import BACKEND, MODES, assert_ended, assert_same_history, ended, train
+
+from macrobatch import ExactnessWarning
 
 EVERYWHERE = "graph eager compiled replicas"
 BACKENDS = "tensorflow jax torch"
+# torch.compile warns of itself. What it may lose of a model runs as it is, which is said.
+OF_COMPILER = [
+    "ignore:.*torch.jit:DeprecationWarning",
+    "ignore:Dynamo detected a call",
+    "ignore:jit_compile=True has no effect",
+    "ignore:The .grad attribute of a Tensor that is not a leaf",
+    "ignore:If `run_eagerly` is True",
+]
+# Half of a batch may be less than a micro-batch.
+OF_REPLICAS = ["ignore:Nothing is being accumulated"]
 
 
 @dataclass(eq=False)
@@ -20,8 +33,8 @@ class Case:
     """A record; what `support.train` takes besides is in `options`.
 
     Attributes:
-        modes: what the case can run in. The reference runs eagerly, if it can: a few steps take
-            less time than a trace.
+        modes: what the case can run in on TensorFlow. The reference runs eagerly, if it can: a
+            few steps take less time than a trace.
         quick: in which of these `make test` runs it. The others are left to `make test-all`.
         backends: on which backends of Keras the case can run.
         elsewhere: where `make test-backends` runs it: "jax" and "torch" are what these backends do
@@ -31,6 +44,8 @@ class Case:
             in training on JAX, and they are multiplied into the user's weights on torch. There,
             weights and losses are compared.
         filters: of warnings that are no matter of the case.
+        warns: what the `ExactnessWarning` says that there must be.
+        cut: arguments of `accumulate` besides the size.
         reference: what builds the plain model, if not `build`.
         per_mode: whether plain Keras reports other losses in other modes. It weighs the losses of
             several outputs by the size of a batch where the size is static.
@@ -45,6 +60,8 @@ class Case:
     elsewhere: Optional[str] = None
     wrong_metrics: str = ""
     filters: List[str] = field(default_factory=list)
+    warns: str = ""
+    cut: Dict[str, Any] = field(default_factory=dict)
     micro_batch_size: int = 3
     reference: Optional[Callable[[], Any]] = None
     per_mode: bool = False
@@ -55,7 +72,7 @@ class Case:
         if self.per_mode:
             return self._trained(mode if mode in MODES else modes[0])
         # Eagerly, JAX compiles each operation by itself.
-        best = next(iter(MODES)) if support.BACKEND == "jax" else "eager"
+        best = next(iter(MODES)) if BACKEND == "jax" else "eager"
         return self._trained(best if best in modes else modes[0])
 
     @functools.lru_cache(maxsize=None)  # noqa: B019 - cases live as long as the process
@@ -63,30 +80,47 @@ class Case:
         build = self.reference or self.build
         return ended(*train(build, self.x, self.y, **{**self.options, **MODES[mode]}))
 
-    def is_quick_elsewhere(self, mode):
-        """Whether `make test-backends` runs the case in a mode of this backend."""
+    def is_quick(self, mode):
+        """Whether `make test`, or `make test-backends`, runs the case in a mode."""
+        if BACKEND == "tensorflow":
+            return mode in self.quick.split()
         has_graph = not {"graph", "compiled"}.isdisjoint(self.quick.split())
         default = "torch jax" if has_graph else "torch"
         chosen = default if self.elsewhere is None else self.elsewhere
         is_usual = mode == next(iter(MODES))
-        return (support.BACKEND if is_usual else f"{support.BACKEND}-{mode}") in chosen.split()
+        return (BACKEND if is_usual else f"{BACKEND}-{mode}") in chosen.split()
+
+    def parameters(self, name):
+        """The case in each mode of this backend, marked thorough where it says so."""
+        if BACKEND not in self.backends.split():
+            return
+        for mode in self.modes.split() if BACKEND == "tensorflow" else MODES:
+            filters = [*self.filters, *(OF_REPLICAS if mode == "replicas" else [])]
+            filters += OF_COMPILER if BACKEND == "torch" and mode == "compiled" else []
+            marks = [pytest.mark.filterwarnings(each) for each in filters]
+            marks += [] if self.is_quick(mode) else [support.thorough]
+            yield pytest.param(self, mode, id=f"{name}-{mode}", marks=marks)
 
     def check(self, mode, monkeypatch):
         """Trains the model accumulated; it ends where plain Keras ends."""
         if mode == "replicas":
             monkeypatch.setattr(support, "strategy", support.mirrored(2))
-        model, history = train(
-            self.build,
-            self.x,
-            self.y,
-            cut={"micro_batch_size": self.micro_batch_size},
-            scope=support.strategy.scope(),
-            **{**self.options, **MODES.get(mode, {})},
-        )
+        warned = contextlib.nullcontext()
+        if self.warns:
+            warned = pytest.warns(ExactnessWarning, match=self.warns)
+        with warned:
+            model, history = train(
+                self.build,
+                self.x,
+                self.y,
+                cut={"micro_batch_size": self.micro_batch_size, **self.cut},
+                scope=support.strategy.scope(),
+                **{**self.options, **MODES.get(mode, {})},
+            )
         expected = self.expected(mode)
         assert_ended(expected, model)
         expected, found = expected.history, history
-        if support.BACKEND in self.wrong_metrics.split():
+        if BACKEND in self.wrong_metrics.split():
             expected, found = ({"loss": each["loss"]} for each in (expected, found))
         assert_same_history(expected, found)
 
@@ -97,17 +131,7 @@ def case(build, x, y=None, **options):
     return Case(build, x, y, options=options, **known)
 
 
-def parameters(cases):
-    """Each case in each of its modes, marked thorough where it says so."""
-    return [
-        pytest.param(case, mode, id=f"{name}-{mode}", marks=marks(case, mode))
-        for name, case in cases.items()
-        for mode in case.modes.split()
-    ]
-
-
-def marks(case, mode):
-    # Half of a batch may be less than a micro-batch.
-    of_mode = ["ignore:Nothing is being accumulated"] if mode == "replicas" else []
-    found = [pytest.mark.filterwarnings(each) for each in [*case.filters, *of_mode]]
-    return found if mode in case.quick.split() else [*found, support.thorough]
+def parameters(*tables):
+    """Each case of some tables in each of its modes."""
+    pairs = [pair for cases in tables for pair in cases.items()]
+    return [each for name, case in pairs for each in case.parameters(name)]

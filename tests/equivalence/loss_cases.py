@@ -6,20 +6,24 @@ from builders import (
     SCORES,
     TAGS,
     TWO_INPUTS,
+    AddsTo,
     N,
-    Penalty,
+    OwnListOfMetrics,
+    OwnMetrics,
     X,
     Y,
     data,
     dense,
     linear,
     masked,
+    own_loss,
     padded,
     recurrent,
     two_outputs,
+    with_metrics,
 )
 from case import case
-from keras import layers, losses, optimizers
+from keras import layers, losses, ops, optimizers
 from support import KERAS
 
 REDUCTIONS = ["sum_over_batch_size", "mean", "mean_with_sample_weight", "sum"]
@@ -115,17 +119,28 @@ CASES["mask-from-labels"] = case(
 
 
 def distance(y_true, y_pred):
-    return keras.ops.sum(keras.ops.abs(y_true - y_pred), axis=-1)
+    return ops.sum(ops.abs(y_true - y_pred), axis=-1)
 
 
 class Flat(losses.Loss):
     def call(self, y_true, y_pred):
-        return keras.ops.reshape((y_true - y_pred) ** 2, [-1])
+        return ops.reshape((y_true - y_pred) ** 2, [-1])
+
+
+class OwnCall(losses.Loss):
+    """Returns a vector, on whose sum Keras trains."""
+
+    def __call__(self, y, y_pred, sample_weight=None):
+        return ops.mean(ops.square(y - y_pred), -1)
 
 
 def mean_of_all(y_true, y_pred):
-    labels = keras.ops.one_hot(keras.ops.cast(y_true, "int32"), 3)
-    return keras.ops.mean((labels - y_pred) ** 2)
+    labels = ops.one_hot(ops.cast(y_true, "int32"), 3)
+    return ops.mean((labels - y_pred) ** 2)
+
+
+def scalar(y_true, y_pred):
+    return ops.mean((y_true - y_pred) ** 2)
 
 
 CASES["function"] = case(dense, X, Y, loss=distance, quick="eager")
@@ -147,6 +162,32 @@ CASES["sum-of-flattened-values"] = case(
     loss=lambda: Flat(reduction="sum"),
     optimizer=slow_sgd,
     quick="eager",
+)
+CASES["own-call"] = case(
+    dense,
+    X,
+    Y,
+    loss=lambda: OwnCall(),
+    optimizer=slow_sgd,
+    quick="graph eager",
+    backends="tensorflow",
+)
+CASES["scalar-mean"] = case(
+    lambda: dense(name="head"),
+    X,
+    Y,
+    loss=scalar,
+    warns="one scalar for the batch.*'head'",
+    quick="graph eager",
+    elsewhere="torch",
+)
+CASES["Dice-by-example"] = case(
+    lambda: dense(activation="sigmoid"),
+    X,
+    (Y > 0).astype("float64"),
+    loss=lambda: losses.Dice(axis=1),
+    quick="graph",
+    elsewhere="torch",
 )
 # An older Keras adds an epsilon to each mask, which the mean then has too.
 if KERAS > 12:
@@ -228,6 +269,25 @@ CASES["outputs-without-reduction"] = case(
     quick="graph",
     backends="tensorflow",
 )
+CASES["outputs-one-without-reduction"] = case(
+    two_heads,  # Keras adds the mean to the value of each example.
+    X,
+    [Y, data(N, 2, seed=2)],
+    loss=lambda: [losses.MeanSquaredError(reduction=None), "mse"],
+    per_mode=True,
+    optimizer=slow_sgd,
+    quick="graph eager",
+    backends="tensorflow",
+)
+CASES["outputs-one-with-a-number"] = case(
+    two_heads,
+    X,
+    [Y, Y],
+    loss=["mse", lambda y, y_pred: 0.0],
+    per_mode=True,
+    filters=["ignore:Gradients do not exist"],
+    quick="eager",
+)
 CASES["several-losses-of-one-output"] = case(
     lambda: dense(name="output"),
     X,
@@ -245,23 +305,43 @@ def regularized():
 
 
 CASES["regularizers"] = case(regularized, X, Y, elsewhere="jax jax-not-compiled torch")
+
+
+def of_each(x):
+    return ops.mean(ops.square(x), axis=-1)
+
+
+def of_all(x):
+    return ops.mean(ops.square(x))
+
+
+def with_losses_of(function):
+    return lambda: linear(AddsTo(function), layers.Dense(2))
+
+
+INEXACT = ["ignore::macrobatch.ExactnessWarning"]
 CASES["add_loss-vectors"] = case(
-    lambda: linear(Penalty(True), layers.Dense(2)),
-    X,
-    Y,
-    optimizer=slow_sgd,
-    quick="graph eager",
+    with_losses_of(of_each), X, Y, optimizer=slow_sgd, quick="graph eager"
 )
-CASES["add_loss-scalars"] = case(
-    lambda: linear(Penalty(False), layers.Dense(2)),
-    X,
-    Y,
-    filters=["ignore::macrobatch.ExactnessWarning"],
-    quick="eager",
-)
+CASES["add_loss-scalars"] = case(with_losses_of(of_all), X, Y, filters=INEXACT, quick="eager")
 CASES["add_loss-only"] = case(
-    lambda: linear(Penalty(True)), X, loss=None, optimizer=slow_sgd, quick="eager"
+    lambda: linear(AddsTo(of_each)), X, loss=None, optimizer=slow_sgd, quick="eager"
 )
+# Values that happen to be as many as the examples of a micro-batch
+for name, function, size in [
+    ("as-many-features-as-examples", lambda x: ops.mean(x**2, 0), 2),
+    ("one-penalty-and-a-tail-of-one", lambda x: ops.reshape(of_all(x), [1]), 2),
+    ("one-penalty-for-one-example", lambda x: ops.reshape(of_all(x), [1]), 1),
+]:
+    CASES[f"add_loss-{name}"] = case(
+        with_losses_of(function),
+        X,
+        Y,
+        micro_batch_size=size,
+        filters=INEXACT,
+        quick="graph" if size == 2 else "",
+        elsewhere="torch",
+    )
 CASES["regularizer-and-mask"] = case(
     lambda: masked(kernel_regularizer="l2", activity_regularizer="l2"),
     padded(),
@@ -275,6 +355,88 @@ CASES["regularizer-and-loss-scale"] = case(
     Y,
     optimizer=lambda: optimizers.SGD(0.1, loss_scale_factor=64.0),
     quick="graph",
+)
+
+# A compute_loss of the user's
+
+
+def mean_and_regularizers(model, y, y_pred):
+    return scalar(y, y_pred) + sum(model.losses)
+
+
+def of_keras(model, y, y_pred):
+    """On replicas, Keras divides it."""
+    return keras.Model.compute_loss(model, None, y, y_pred)
+
+
+def twice_that_of_keras(model, y, y_pred):
+    return 2 * of_keras(model, y, y_pred)
+
+
+def mean_of_tokens(model, y, y_pred):
+    there = ops.cast(y != 0, y_pred.dtype)
+    return ops.sum(there * (y - y_pred) ** 2) / ops.sum(there)
+
+
+def tokens_of(x, y, sample_weight):
+    assert sample_weight is None
+    return ops.sum(ops.cast(y != 0, "float64"))
+
+
+def number_of_tokens(x, y, sample_weight):
+    """A number of Python, which TensorFlow would round to float32, where there is no graph."""
+    count = tokens_of(x, y, sample_weight) / 10
+    try:
+        return float(count)
+    except TypeError:
+        return count
+
+
+def set_own_loss(model):
+    model.compute_loss = lambda x, y, y_pred, sample_weight=None, training=True: scalar(y, y_pred)
+
+
+ONE_DEVICE = "graph eager compiled"
+OVERRIDES = "overrides compute_loss"
+CASES["compute_loss"] = case(
+    own_loss(mean_and_regularizers), X, Y, loss=None, warns=OVERRIDES, quick="graph eager replicas"
+)
+CASES["compute_loss-of-keras"] = case(own_loss(of_keras), X, Y, warns=OVERRIDES, quick="replicas")
+CASES["compute_loss-of-several-outputs"] = case(
+    own_loss(twice_that_of_keras, ["a", "b"]),
+    X,
+    {"a": Y, "b": -Y},
+    loss={"a": "mse", "b": "mae"},
+    micro_batch_size=4,  # Even sizes: metrics that compute_loss updates see micro-batches.
+    modes=ONE_DEVICE,
+    per_mode=True,
+    warns=OVERRIDES,
+    quick="eager",
+)
+CASES["compute_loss-of-the-instance"] = case(
+    dense, X, Y, before=set_own_loss, warns=OVERRIDES, quick="graph", elsewhere=""
+)
+some, none = Y * (data(N, 2, seed=5) > 0), Y.copy()
+some[::3, 0] = 1.0  # in every micro-batch
+none[:3] = none[8:11] = 0.0  # in the first of two batches, where the loss is 0 / 0
+CASES["micro_batch_weight"] = case(
+    own_loss(mean_of_tokens),
+    X,
+    some,
+    loss=None,
+    cut={"micro_batch_weight": number_of_tokens},
+    modes=ONE_DEVICE,
+    quick="graph eager",
+    elsewhere="torch",
+)
+CASES["micro_batch_weight-of-nothing"] = case(
+    own_loss(mean_of_tokens),
+    X,
+    none,
+    loss=None,
+    cut={"micro_batch_weight": tokens_of},
+    modes=ONE_DEVICE,
+    quick="graph eager",
 )
 
 # Metrics
@@ -294,4 +456,16 @@ CASES["metrics"] = case(
     fit={"sample_weight": np.arange(N), "validation_data": (data(11, 4), CLASSES[:11])},
     epochs=2,  # Metrics start anew in each.
     quick="graph eager",
+)
+CASES["compute_metrics"] = case(
+    lambda: with_metrics(OwnMetrics),
+    X,
+    Y,
+    modes=ONE_DEVICE,
+    per_mode=True,  # Eager Keras 3.12 rounds the loss to float32.
+    quick="graph eager",
+    elsewhere="torch",
+)
+CASES["metrics-that-are-a-property"] = case(
+    lambda: with_metrics(OwnListOfMetrics), X, Y, modes=ONE_DEVICE, quick="eager"
 )

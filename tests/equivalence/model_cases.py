@@ -7,6 +7,7 @@ import numpy as np
 from builders import (
     Batches,
     Branching,
+    OneBesideNone,
     PartlyUnused,
     Recomputed,
     SometimesUsed,
@@ -70,6 +71,9 @@ OPTIMIZERS = {
         optimizers.schedules.ExponentialDecay(0.1, decay_steps=1, decay_rate=0.5)
     ),
     "loss_scale": lambda: optimizers.SGD(0.1, loss_scale_factor=64.0),
+    "dynamic_loss_scale": lambda: optimizers.LossScaleOptimizer(
+        optimizers.SGD(0.1), initial_scale=64.0
+    ),
 }
 FITTED = {
     "sgd": "eager",
@@ -88,6 +92,7 @@ ELSEWHERE = {
     "clipnorm": "torch",
     "ema": "torch",
     "global_clipnorm": "jax torch",
+    "dynamic_loss_scale": "torch",
     "loss_scale": "torch",
     "schedule": "jax torch",
 }

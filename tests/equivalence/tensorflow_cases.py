@@ -1,8 +1,9 @@
 """Equivalence cases of what TensorFlow alone has: tf.function, tf.data, ragged, sparse inputs."""
 
 import keras
+import numpy as np
 import tensorflow as tf
-from builders import N, X, Y, data, dense, tokens
+from builders import N, X, Y, data, dense, own_loss, sparse, tokens
 from case import case
 from keras import layers, optimizers
 
@@ -53,17 +54,46 @@ for name, build in INDIRECT.items():
 # A loss with a value for each example, of which JAX and torch take no gradient
 
 
-class ValuesOfExamples(keras.Model):
-    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
-        return keras.ops.mean((y - y_pred) ** 2, axis=-1) + keras.ops.sum(self.losses)
+def of_each(model, y, y_pred):
+    return keras.ops.mean((y - y_pred) ** 2, axis=-1) + keras.ops.sum(model.losses)
 
 
-def values_of_examples():
-    inputs = keras.Input([4])
-    return ValuesOfExamples(inputs, layers.Dense(2, kernel_regularizer="l2")(inputs))
+CASES["compute_loss-by-example"] = case(own_loss(of_each), X, Y, loss=None, quick="graph")
 
 
-CASES["compute_loss-by-example"] = case(values_of_examples, X, Y, loss=None, quick="graph")
+# An optimizer with an entrance of its own, which other backends do not go through
+
+
+class Doubling(optimizers.SGD):
+    def apply_gradients(self, grads_and_vars):
+        return super().apply_gradients([(2 * g, v) for g, v in grads_and_vars])
+
+
+CASES["optimizer-apply_gradients"] = case(
+    dense, X, Y, optimizer=lambda: Doubling(0.1), modes="graph eager compiled", quick="graph"
+)
+
+
+# Sums of 33 MiB. Such sums start with the gradients of the first micro-batch, outside of the loop.
+
+
+def large():
+    inputs = keras.Input([None], dtype="int32")
+    embedded = layers.Embedding(11, 4, mask_zero=True)(inputs)
+    hidden = layers.Dense(2048)(layers.Dense(2048, "tanh")(embedded))
+    return keras.Model(inputs, layers.Dense(3, activation="softmax")(hidden))
+
+
+CASES["large-sums"] = case(
+    large,
+    tokens(),
+    tokens(vocabulary=3),
+    optimizer=lambda: optimizers.SGD(0.1),
+    loss="sparse_categorical_crossentropy",
+    metrics=["accuracy"],
+    modes="graph",
+    quick="graph",
+)
 
 
 # Inputs that are no arrays
@@ -79,11 +109,6 @@ def ragged():
 def ragged_batches():
     rows = tf.ragged.constant([list(row[row > 0]) for row in tokens()], dtype=tf.int32)
     return tf.data.Dataset.from_tensor_slices((rows, Y)).batch(8)
-
-
-def sparse():
-    inputs = keras.Input([4], sparse=True)
-    return keras.Model(inputs, layers.Dense(2)(inputs))
 
 
 def sparse_batches():
@@ -110,3 +135,42 @@ CASES["Dataset"] = case(dense, lambda: dataset().batch(8), quick="graph")
 CASES["Dataset-repeated"] = case(
     dense, lambda: dataset().repeat().batch(8), fit={"steps_per_epoch": 4}, quick="graph"
 )
+
+
+# A first part of a batch that does not know its size, beside one that does; values added for each
+# example of what is not dense
+
+
+class NotDense(keras.Model):
+    def __init__(self, adds):
+        super().__init__()
+        self.dense, self.adds = layers.Dense(2), adds
+
+    def call(self, pair):
+        first, second = pair
+        is_sparse = isinstance(first, tf.SparseTensor)
+        first = tf.sparse.to_dense(first) if is_sparse else first.to_tensor(shape=[None, 4])
+        outputs = self.dense(first + second)
+        if self.adds:
+            self.add_loss(tf.reduce_sum(outputs**2, 1))
+        return outputs
+
+
+ROUND = tf.constant(np.round(np.abs(X)))
+KINDS = {"ragged": tf.RaggedTensor.from_tensor, "sparse": tf.sparse.from_dense}
+
+
+def beside_dense(kind):
+    dataset = tf.data.Dataset.from_tensor_slices(((KINDS[kind](ROUND), X), Y))
+    return dataset.batch(8, drop_remainder=True)
+
+
+for kind in KINDS:
+    for adds in (False, True):
+        CASES[f"{kind}-beside-dense" + "-adds" * adds] = case(
+            lambda adds=adds: NotDense(adds),
+            lambda kind=kind: beside_dense(kind),
+            optimizer=lambda: optimizers.SGD(1e-3),
+            modes=NO_XLA,
+            quick="eager" if adds or kind == "sparse" else "",
+        )

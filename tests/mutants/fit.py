@@ -2,7 +2,7 @@
 
 from mutant import Mutant
 
-LOSSES, MODELS = (f"equivalence/test_equivalence.py::test_{kind}" for kind in ("losses", "models"))
+CASE = "equivalence/test_equivalence.py::test_case"
 KERAS, NORM = "fit/test_keras.py::", "fit/test_batch_norm.py::"
 HARD = "fit/test_hard_cases.py::"
 FORMULA = "fit/test_losses.py::"
@@ -18,21 +18,21 @@ MUTANTS = [
         "_internals/models.py",
         "            y_pred = y_pred[0]  # as a call of the model returns it\n",
         "            pass\n",
-        (MODELS + "[output-in-a-list-graph]",),
+        (CASE + "[output-in-a-list-graph]",),
     ),
     Mutant(
         "fit: values of an own compute_loss are averaged",
         LOSS,
         "            term = self._sum(Term(name, value, value), None)\n",
         "            term = self._mean(Term(name, value, value), None)\n",
-        (MODELS + "[compute_loss-by-example-graph]",),
+        (CASE + "[compute_loss-by-example-graph]",),
     ),
     Mutant(
         "fit: repeated rows not merged",
         SUMS,
         "    indices, positions = tf.unique(gradient.indices)\n",
         "    return gradient\n",
-        (MODELS + "[repeated-rows-adam-graph]",),
+        (CASE + "[repeated-rows-adam-graph]",),
     ),
     Mutant(
         "fit: sums in float16 and bfloat16",
@@ -46,14 +46,14 @@ MUTANTS = [
         LOSS,
         "        if not masks and not weights:\n",
         "        if not weights:\n",
-        (LOSSES + "[mask-sum_over_batch_size-graph]",),
+        (CASE + "[mask-sum_over_batch_size-graph]",),
     ),
     Mutant(
         "fit: weights left out of mean_with_sample_weight",
         LOSS,
         "for factor in (*masks, *weights)]",
         "for factor in (*masks, *map(ops.ones_like, weights))]",
-        (LOSSES + "[reduction-mean_with_sample_weight-weights-graph]",),
+        (CASE + "[reduction-mean_with_sample_weight-weights-graph]",),
     ),
     Mutant(
         "fit: mean of means, a tail of 2 counts as 3 examples",
@@ -61,28 +61,28 @@ MUTANTS = [
         "share = share_of(self._micro_batch.examples, self._micro_batch.examples_of_all, dtype)",
         "own = ops.maximum(self._micro_batch.examples, 3)\n"
         "        share = share_of(own, self._micro_batch.examples_of_all, dtype)",
-        (LOSSES + "[reduction-sum_over_batch_size-graph]",),
+        (CASE + "[reduction-sum_over_batch_size-graph]",),
     ),
     Mutant(
         "fit: regulariser counted per micro-batch",
         MODEL,
         "        return parts[:1]\n",
         "        return [parts[0] + self.regularization()]\n",
-        (LOSSES + "[regularizers-graph]",),
+        (CASE + "[regularizers-graph]",),
     ),
     Mutant(
         "fit: regulariser missing in the reported loss",
         REPORT,
         "loss, values = penalty, []",
         "loss, values = ops.zeros_like(penalty), []",
-        (LOSSES + "[regularizers-graph]",),
+        (CASE + "[regularizers-graph]",),
     ),
     Mutant(
         "fit: activity regulariser summed",
         LOSS,
         'if kind == "mean":',
         "if False:",
-        (LOSSES + "[regularizers-graph]",),
+        (CASE + "[regularizers-graph]",),
     ),
     Mutant(
         "fit: vectors given to add_loss by share",
@@ -91,7 +91,7 @@ MUTANTS = [
         'elif kind != "sum":',
         (
             FORMULA + "test_added_values_are_of_examples_only_if_there_are_more_for_more_examples",
-            LOSSES + "[add_loss-vectors-graph]",
+            CASE + "[add_loss-vectors-graph]",
         ),
     ),
     Mutant(
@@ -106,28 +106,28 @@ MUTANTS = [
         LOSS,
         "return ops.cast(self._micro_batch.examples_of_all, terms[0].numerator.dtype)",
         "return 1",
-        (HARD + "test_a_loss_without_reduction_beside_a_mean",),
+        (CASE + "[outputs-one-without-reduction-graph]",),
     ),
     Mutant(
         "fit: loss weights left out of the gradients",
         MODEL,
         "term.numerator if is_plain else term.numerator * term.weight",
         "term.numerator",
-        (LOSSES + "[outputs-dict-graph]",),
+        (CASE + "[outputs-dict-graph]",),
     ),
     Mutant(
         "fit: loss weights left out of the reported loss",
         REPORT,
         "loss = loss + value * term.weight",
         "loss = loss + value",
-        (LOSSES + "[outputs-dict-graph]",),
+        (CASE + "[outputs-dict-graph]",),
     ),
     Mutant(
         "fit: counts guessed in eager mode, and not mended",
         PARTS,
         "own = [sums.scaled(gradient, factor) for gradient in own]",
         "own = [sums.scaled(gradient, 1.0) for gradient in own]",
-        (LOSSES + "[mask-mean_with_sample_weight-weights-of-tokens-eager]",),
+        (CASE + "[mask-mean_with_sample_weight-weights-of-tokens-eager]",),
     ),
     Mutant(
         "fit: counts by the seeds of the first micro-batch",
@@ -141,21 +141,21 @@ MUTANTS = [
         "_batches/in_order.py",
         "count = (examples + micro_batch_size - 1) // micro_batch_size",
         "count = examples // micro_batch_size",
-        (MODELS + "[17-examples-seven-graph]",),
+        (CASE + "[17-examples-seven-graph]",),
     ),
     Mutant(
         "fit: tail lost where the size of a batch is known",
         "_batches/in_order.py",
         "return [Run(0, size, full + 1, static=False)]",
         "return [Run(0, size, full, static=False)]",
-        (MODELS + "[17-examples-seven-eager]",),
+        (CASE + "[17-examples-seven-eager]",),
     ),
     Mutant(
         "fit: tail lost in XLA",
         "_batches/in_order.py",
         'count = ops.cast(rest > 0, "int32")',
         'count = ops.cast(rest < 0, "int32")',
-        (MODELS + "[17-examples-seven-compiled]",),
+        (CASE + "[17-examples-seven-compiled]",),
     ),
     Mutant(
         "fit: statistics of the last micro-batch only",
@@ -204,7 +204,7 @@ MUTANTS = [
         "_tensorflow/folds.py",
         "return Fold(start, push, push,",
         "return Fold(tf.zeros_like(start), push, push,",
-        (LOSSES + "[metrics-graph]",),
+        (CASE + "[metrics-graph]",),
     ),
     Mutant(
         "fit: seeds and metrics not carried in eager mode",
@@ -212,63 +212,63 @@ MUTANTS = [
         "                values = [old if new is None else new"
         " for new, old in zip(part.written, values)]\n",
         "",
-        (LOSSES + "[metrics-eager]",),
+        (CASE + "[metrics-eager]",),
     ),
     Mutant(
         "fit: loss tracker weighted by 1",
         REPORT,
         "tracker.update_state(values.loss, sample_weight=examples)",
         "tracker.update_state(values.loss)",
-        (MODELS + "[17-examples-seven-graph]",),
+        (CASE + "[17-examples-seven-graph]",),
     ),
     Mutant(
         "fit: tracker of an output told the last part only",
         REPORT,
         "metric.update_state(value, sample_weight=examples if known else None)",
         "metric.update_state(term.reported, sample_weight=examples if known else None)",
-        (LOSSES + "[outputs-dict-eager]",),
+        (CASE + "[outputs-dict-eager]",),
     ),
     Mutant(
         "fit: micro_batch_weight ignored",
         MODEL,
         "None if self._weight is None else 0,",
         "None,",
-        (KERAS + "test_the_weight_of_a_micro_batch[graph]",),
+        (CASE + "[micro_batch_weight-graph]",),
     ),
     Mutant(
         "fit: loss scale left out of the regulariser",
         STEPS,
         "scaled_penalty = penalty * scale / replicas.count()",
         "scaled_penalty = penalty / replicas.count()",
-        (LOSSES + "[regularizer-and-loss-scale-graph]",),
+        (CASE + "[regularizer-and-loss-scale-graph]",),
     ),
     Mutant(
         "fit: reduction=None reported as a sum",
         LOSS,
         "reported=reported, rank=len(value.shape)",
         "reported=ops.sum(value), rank=len(value.shape)",
-        (LOSSES + "[no-reduction-graph]",),
+        (CASE + "[no-reduction-graph]",),
     ),
     Mutant(
         "fit: first gradient dropped in eager mode",
         "_tensorflow/parts.py",
         "return part._replace(sums=wide)",
         "return part._replace(sums=[g if g is None else tf.zeros_like(g) for g in wide])",
-        (LOSSES + "[reduction-sum_over_batch_size-weights-eager]",),
+        (CASE + "[reduction-sum_over_batch_size-weights-eager]",),
     ),
     Mutant(
         "fit: first gradient dropped where sums are large",
         SUMS,
         "return None if total is None else tf.cast(dense(gradient), total.dtype)",
         "return total",
-        ("equivalence/test_equivalence.py::test_sums_that_are_large",),
+        (CASE + "[large-sums-graph]",),
     ),
     Mutant(
         "fit: first micro-batch counted twice where sums are large",
         LOOP,
         "index = tf.constant(1)",
         "index = tf.constant(0)",
-        ("equivalence/test_equivalence.py::test_sums_that_are_large",),
+        (CASE + "[large-sums-graph]",),
     ),
     Mutant(
         "fit: a second trace for the loop",

@@ -8,7 +8,7 @@ ON_REPLICAS = "fit/test_keras_on_replicas.py::"
 EVERYWHERE = "loops/test_accumulator_everywhere.py::"
 ACCUMULATOR = "loops/test_accumulator.py::"
 LOOPS = "loops/test_replicas.py::"
-LOSSES, MODELS = (f"equivalence/test_equivalence.py::test_{kind}" for kind in ("losses", "models"))
+CASE = "equivalence/test_equivalence.py::test_case"
 WHOLE = LOOPS + "test_the_loss_is_whole_and_gradients_sum_to_the_whole"
 STATISTICS = LOOPS + "test_moving_statistics_are_those_of_the_whole_batch"
 STEPS, LOOP, REPORT = "_fit/steps.py", "_tensorflow/loop.py", "_keras/report.py"
@@ -37,7 +37,7 @@ MUTANTS = [
         "next(totals)",
         (
             ACCUMULATOR + "test_replicas_clip_the_reduced_gradient_and_sum_rows_over_replicas",
-            MODELS + "[repeated-rows-global_clipnorm-replicas]",
+            CASE + "[repeated-rows-global_clipnorm-replicas]",
         ),
     ),
     Mutant(
@@ -45,14 +45,14 @@ MUTANTS = [
         UPDATE,
         "arguments = _no_reduction_of_its_own(optimizer) if replicas.in_several() else None",
         "arguments = None",
-        (MODELS + "[optimizer-global_clipnorm-replicas]", MODELS + "[optimizer-clipnorm-replicas]"),
+        (CASE + "[optimizer-global_clipnorm-replicas]", CASE + "[optimizer-clipnorm-replicas]"),
     ),
     Mutant(
         "replicas: None not agreed upon in eager mode",
         UPDATE,
         "gradients = _agreed(gradients, variables)",
         "gradients = list(gradients)",
-        (MODELS + "[variables-without-gradient-in-some-micro-batches-replicas]",),
+        (CASE + "[variables-without-gradient-in-some-micro-batches-replicas]",),
     ),
     Mutant(
         "replicas: dtypes mixed in one collective",
@@ -138,7 +138,7 @@ MUTANTS = [
         STEPS,
         "scaled_penalty = penalty * scale / replicas.count()",
         "scaled_penalty = penalty * scale",
-        (LOSSES + "[regularizers-replicas]",),
+        (CASE + "[regularizers-replicas]",),
     ),
     Mutant(
         "replicas: means divided by the number of replicas",
@@ -152,14 +152,14 @@ MUTANTS = [
         STEPS,
         "(examples_of_all,) = replicas.total_counts([examples])",
         "examples_of_all = examples",
-        (LOSSES + "[reduction-sum_over_batch_size-weights-replicas]",),
+        (CASE + "[reduction-sum_over_batch_size-weights-replicas]",),
     ),
     Mutant(
         "replicas: tokens of one replica as denominator",
         STEPS,
         "loop.run(replicas.total_counts(counts), self._synchronized(model))",
         "loop.run(counts, self._synchronized(model))",
-        (LOSSES + "[mask-sum_over_batch_size-replicas]",),
+        (CASE + "[mask-sum_over_batch_size-replicas]",),
     ),
     Mutant(
         "replicas: the loss of one replica in the logs",
