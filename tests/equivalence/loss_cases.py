@@ -279,15 +279,6 @@ CASES["outputs-one-without-reduction"] = case(
     quick="graph eager",
     backends="tensorflow",
 )
-CASES["outputs-one-with-a-number"] = case(
-    two_heads,
-    X,
-    [Y, Y],
-    loss=["mse", lambda y, y_pred: 0.0],
-    per_mode=True,
-    filters=["ignore:Gradients do not exist"],
-    quick="eager",
-)
 CASES["several-losses-of-one-output"] = case(
     lambda: dense(name="output"),
     X,
@@ -319,29 +310,15 @@ def with_losses_of(function):
     return lambda: linear(AddsTo(function), layers.Dense(2))
 
 
-INEXACT = ["ignore::macrobatch.ExactnessWarning"]
 CASES["add_loss-vectors"] = case(
     with_losses_of(of_each), X, Y, optimizer=slow_sgd, quick="graph eager"
 )
-CASES["add_loss-scalars"] = case(with_losses_of(of_all), X, Y, filters=INEXACT, quick="eager")
+CASES["add_loss-scalars"] = case(
+    with_losses_of(of_all), X, Y, filters=["ignore::macrobatch.ExactnessWarning"], quick="eager"
+)
 CASES["add_loss-only"] = case(
     lambda: linear(AddsTo(of_each)), X, loss=None, optimizer=slow_sgd, quick="eager"
 )
-# Values that happen to be as many as the examples of a micro-batch
-for name, function, size in [
-    ("as-many-features-as-examples", lambda x: ops.mean(x**2, 0), 2),
-    ("one-penalty-and-a-tail-of-one", lambda x: ops.reshape(of_all(x), [1]), 2),
-    ("one-penalty-for-one-example", lambda x: ops.reshape(of_all(x), [1]), 1),
-]:
-    CASES[f"add_loss-{name}"] = case(
-        with_losses_of(function),
-        X,
-        Y,
-        micro_batch_size=size,
-        filters=INEXACT,
-        quick="graph" if size == 2 else "",
-        elsewhere="torch",
-    )
 CASES["regularizer-and-mask"] = case(
     lambda: masked(kernel_regularizer="l2", activity_regularizer="l2"),
     padded(),

@@ -7,7 +7,6 @@ import numpy as np
 from builders import (
     Batches,
     Branching,
-    OneBesideNone,
     PartlyUnused,
     Recomputed,
     SometimesUsed,

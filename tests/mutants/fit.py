@@ -3,8 +3,7 @@
 from mutant import Mutant
 
 CASE = "equivalence/test_equivalence.py::test_case"
-KERAS, NORM = "fit/test_keras.py::", "fit/test_batch_norm.py::"
-HARD = "fit/test_hard_cases.py::"
+FIT, NORM = "fit/test_fit.py::", "fit/test_batch_norm.py::"
 FORMULA = "fit/test_losses.py::"
 CUT = "loops/test_value_and_gradients.py::"
 LOSS, REPORT, STEPS = "_keras/losses.py", "_keras/report.py", "_fit/steps.py"
@@ -183,7 +182,7 @@ MUTANTS = [
         STEPS,
         "with self._writing((gradients, part)):",
         "with self._writing(()):",
-        (KERAS + "test_a_failure_changes_nothing[backward-graph]",),
+        ("fit/test_unchanged.py::test_a_step_that_fails_changes_nothing[backward-graph-plain]",),
     ),
     Mutant(
         "fit: refusals of a graph are no ValueErrors",
@@ -197,7 +196,7 @@ MUTANTS = [
         LOOP,
         "                values[i] = value\n",
         "                pass\n",
-        (KERAS + "test_each_micro_batch_draws_fresh_numbers_and_runs_can_be_repeated",),
+        (FIT + "test_each_micro_batch_draws_anew_and_runs_can_be_repeated",),
     ),
     Mutant(
         "fit: metrics start anew with each batch",
@@ -282,7 +281,7 @@ MUTANTS = [
         STEPS,
         "if not models.is_built(model) and not self._has_run:",
         "if not self._has_run:",
-        (HARD + "test_eager_mode_runs_each_micro_batch_once", HARD + "test_a_model_is_traced_once"),
+        (FIT + "test_each_micro_batch_runs_once",),
     ),
     Mutant(
         "fit: a loss that is a number",
@@ -296,7 +295,7 @@ MUTANTS = [
         MODEL,
         "losses.Count(engine.checked(found, (good, checks.MICRO_BATCH_WEIGHT)))",
         "losses.Count(found)",
-        (HARD + "test_a_bad_weight_of_a_micro_batch_changes_nothing",),
+        ("fit/test_refused.py::test_the_weight_of_a_micro_batch",),
     ),
     Mutant(
         "fit: the size of a batch asked of its first part only",
@@ -310,14 +309,14 @@ MUTANTS = [
         INSTALLED,
         "        if trains:\n",
         "        if False:\n",
-        (HARD + "test_accumulate_and_release_in_the_middle_of_fit",),
+        (FIT + "test_accumulate_and_release_in_the_middle_of_fit",),
     ),
     Mutant(
         "fit: no word of an accumulated part",
         INSTALLED,
         "    if accumulation_of(model) is None:\n",
         "    if False:\n",
-        (HARD + "test_a_model_with_an_accumulated_part_says_that_it_is_not_accumulated",),
+        (FIT + "test_a_model_with_an_accumulated_part_says_that_it_is_not_accumulated",),
     ),
     Mutant(
         "update: an optimizer gets other gradients",

@@ -213,7 +213,7 @@ MUTANTS = [
         TAP,
         "reference = graph.specs_of(rows), weakref.ref(self)",
         "reference = graph.specs_of(rows), lambda: self",
-        ("fit/test_hard_cases.py::test_nothing_is_kept_of_models_that_are_gone",),
+        ("fit/test_fit.py::test_nothing_is_kept_of_models_that_are_gone",),
     ),
     Mutant(
         "meet: a loss_fn is tried again and again",

@@ -51,7 +51,7 @@ MUTANTS = [
         "_tensorflow/memory.py",
         "variable.assign(tf.maximum(replicas.read(variable), now))",
         "variable.assign(now)",
-        ("fit/test_hard_cases.py::test_labels_stay_whole_in_the_batch_that_happens_to_be_as_wide",),
+        ("fit/test_tensorflow.py::test_labels_stay_whole_in_the_batch_that_happens_to_be_as_wide",),
     ),
     Mutant(
         "lengths: cut one too short",
@@ -221,7 +221,7 @@ MUTANTS = [
         LOOP,
         "        call = self._traced.only(counting)\n",
         "        call = lambda *arguments: counting(self._traced(*arguments))\n",
-        ("fit/test_keras.py::test_tokens_are_counted_without_predictions",),
+        ("fit/test_tensorflow.py::test_tokens_are_counted_without_predictions",),
     ),
     Mutant(
         "lengths: metrics of ragged tokens over the cut",
