@@ -234,7 +234,6 @@ def test_output_that_nobody_wants_any_more(script):
         ("sys.exit()", 0, None),
         ("sys.exit(3)", 3, "macrobatch: worker 1 ended with exit code 3"),
         ("sys.exit('a message')", 1, "[worker 1] a message"),
-        ("os.kill(os.getpid(), 9)", 137, "macrobatch: worker 1 was killed by SIGKILL"),
         ("compile('(', 'f', 'exec')", 1, "[worker 1] SyntaxError: "),
     ],
 )
