@@ -1,0 +1,117 @@
+"""Memory that runs out where a test says so, on any backend, and a clock that only models move.
+
+The fixtures `room`, `counted` and `clock` of conftest.py put them in place.
+"""
+
+import keras
+import numpy as np
+from support import BACKEND
+
+MIB = 2**20
+BASE = 64 * MIB  # what a process has before any batch
+
+
+def ran_out(size):
+    """The error that a backend has for it, where a layer of Python is run."""
+    if BACKEND == "torch":
+        return RuntimeError(f"DefaultCPUAllocator: can't allocate memory: no room for {size}")
+    # ResourceExhaustedError outside of a graph of TensorFlow, JaxRuntimeError outside of JAX.
+    return MemoryError(f"RESOURCE_EXHAUSTED: no room for {size}")
+
+
+class Room(keras.layers.Layer):
+    """A layer with room for so many numbers at a time.
+
+    Attributes:
+        most: how many.
+        ran: how many there were in each micro-batch that had room.
+        bytes: of so many numbers.
+        seconds: for so many numbers, on the clock.
+        now: the time on the clock.
+    """
+
+    most, ran, now = 10**9, [], 0.0
+    supports_masking = True
+
+    @staticmethod
+    def bytes(numbers):
+        return MIB * numbers
+
+    @staticmethod
+    def seconds(numbers):
+        return 0.0
+
+    @classmethod
+    def narrow(cls, most):
+        """Makes room for no more than that, from now on."""
+        cls.most = most
+        cls.ran.clear()
+
+    @classmethod
+    def take(cls, values):
+        """Takes the memory of values, and returns them."""
+        size = int(np.prod(values.shape))
+        if size > cls.most:
+            raise ran_out(size)
+        cls.ran.append(size)
+        cls.now += cls.seconds(size)
+        return values
+
+    def call(self, inputs):
+        return taken(inputs)
+
+    def compute_output_spec(self, inputs):
+        return keras.KerasTensor(inputs.shape, inputs.dtype)
+
+
+def taken(values):
+    """Values, whose memory is taken whenever they are computed."""
+    if BACKEND == "torch":
+        return values if values.device.type == "meta" else Room.take(values)
+    if BACKEND == "jax":
+        return _taken_on_jax(values)
+    import tensorflow as tf
+
+    if tf.executing_eagerly():
+        return Room.take(values)
+    with tf.control_dependencies([tf.py_function(Room.take, [values], values.dtype)]):
+        return tf.identity(values)
+
+
+def _taken_on_jax(values):
+    import jax
+
+    @jax.custom_jvp
+    def identity(values):
+        shape = jax.ShapeDtypeStruct(values.shape, values.dtype)
+        return jax.pure_callback(Room.take, shape, values)
+
+    identity.defjvp(lambda values, tangents: (identity(*values), tangents[0]))
+    return identity(values)
+
+
+class Counter:
+    """Counts the memory that `Room` takes, as the system counts that of a process.
+
+    Attributes:
+        left: bytes that each piece of work leaves behind.
+        resets: how often it was asked to forget the past.
+    """
+
+    can_reset, left, resets = True, 0, 0
+
+    def reset(self):
+        if self.can_reset:
+            self.resets += 1
+            Room.ran.clear()
+
+    def now(self):
+        return BASE + self.left * self.resets
+
+    def read(self):
+        return self.now() + Room.bytes(max(Room.ran, default=0))
+
+
+def limit_for(numbers):
+    """A memory_limit that has room for so many numbers, and a twentieth that stays free."""
+    return int((BASE + MIB * numbers) / 0.95)
