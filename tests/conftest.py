@@ -8,6 +8,7 @@ import gc
 import os
 import re
 import tempfile
+import time
 
 import pytest
 
@@ -133,3 +134,33 @@ def double_precision(monkeypatch):
     yield
     config.set_dtype_policy("float32")
     config.set_floatx("float32")
+
+
+@pytest.fixture
+def room(monkeypatch):
+    """A layer that runs out of memory, which is an error, as on a GPU."""
+    from support import memory
+    from support.inside import make_running_out_an_error
+
+    make_running_out_an_error(monkeypatch)
+    for name, value in {"most": 10**9, "ran": [], "now": 0.0, "bytes": memory.Room.bytes}.items():
+        monkeypatch.setattr(memory.Room, name, value)
+    return memory.Room
+
+
+@pytest.fixture
+def counted(room, monkeypatch):
+    """The memory of that layer is all that there is; running out of it is no error."""
+    from support import memory
+    from support.inside import count_memory
+
+    counter = memory.Counter()
+    count_memory(monkeypatch, counter)
+    return counter
+
+
+@pytest.fixture
+def clock(room, monkeypatch):
+    """A clock that only that layer moves."""
+    monkeypatch.setattr(time, "perf_counter", lambda: room.now)
+    return room

@@ -1,472 +1,648 @@
 """micro_batch_size="auto": sizes that are found while training, and batches that are run again.
 
-Memory runs out where a layer says so. tests/processes/test_memory.py has real limits.
+Memory runs out where a layer says so. test_memory.py has real limits.
 """
 
+import builtins
+import contextlib
+import json
 import logging
 
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
-from support import assert_same, thorough
-from test_accumulator_everywhere import mirrored
+from keras import layers, ops
+from support import (
+    BACKEND,
+    array,
+    assert_same,
+    assert_same_history,
+    mirrored,
+    slow_on,
+    thorough,
+    train,
+    variables,
+)
+from support.inside import count_memory, make_available, make_running_out_an_error
+from support.memory import (
+    BASE,
+    MIB,
+    Counter,
+    OutOfMemory,
+    Room,
+    errors,
+    limit_for,
+    pretend_gpu,
+    run_each_time,
+)
 
 import macrobatch
-from macrobatch._fit import auto as autos
-from macrobatch._keras.installed import accumulation_of
-from macrobatch._sizes import limit, watch
-from macrobatch._tensorflow import device_memory
 
 x = np.random.RandomState(0).randn(60, 4)
 y = np.random.RandomState(1).randn(60, 1)
-tokens = np.random.RandomState(2).randint(1, 9, [60, 12])
-tokens[:, 3:] *= np.arange(9)[None] < np.random.RandomState(3).randint(0, 10, 60)[:, None]
+tokens = np.random.RandomState(2).randint(1, 9, [48, 12])
+tokens[:, 3:] *= np.arange(9)[None] < np.random.RandomState(3).randint(0, 10, 48)[:, None]
+
+AUTO = {"micro_batch_size": "auto"}
+on_tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="only TensorFlow has it")
+# Models with Keras' train step, and with one of their own, which only TensorFlow cuts.
+STEPS = ["keras", "own"] if BACKEND == "tensorflow" else ["keras"]
 
 
-class Room(keras.layers.Layer):
-    """Runs out of memory where a micro-batch has more than some number of elements."""
+class Own(keras.Sequential):
+    """A train step of its own, which has written something before it is known whether it fits."""
 
-    most = 10**9
-    largest = 0  # that ran
-    supports_masking = True
+    def __init__(self, parts):
+        super().__init__(parts)
+        self.steps = keras.Variable(0, trainable=False, dtype="int32", name="steps")
 
-    def call(self, inputs):
-        def check(size):
-            if size > Room.most:
-                raise MemoryError(f"no room for {size}")  # ResourceExhaustedError in a graph
-            Room.largest = max(Room.largest, int(size))
-            return size
+    def train_step(self, data):
+        import tensorflow as tf
 
-        size = tf.size(inputs)
-        if tf.executing_eagerly():
-            check(size)
-            return inputs
-        with tf.control_dependencies([tf.py_function(check, [size], tf.int32)]):
-            return tf.identity(inputs)
+        self.steps.assign_add(1)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(data[0], training=True) - data[1]) ** 2)
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply(gradients, self.trainable_weights)
+        return {"loss": loss}
 
 
-@pytest.fixture(autouse=True)
-def an_error(monkeypatch):
-    """Running out of memory is an error, as on a GPU."""
-    monkeypatch.setattr(limit, "running_out_is_an_error", lambda on_gpu: True)
-    monkeypatch.setattr(Room, "most", 10**9)
-    monkeypatch.setattr(Room, "largest", 0)
+def dense(*more, steps="keras"):
+    parts = [keras.Input([4]), Room(), layers.Dense(5, "tanh"), *more, layers.Dense(1)]
+    return Own(parts) if steps == "own" else keras.Sequential(parts)
 
 
-def narrow(monkeypatch, most):
-    monkeypatch.setattr(Room, "most", most)
-    monkeypatch.setattr(Room, "largest", 0)
+def adam():
+    return keras.optimizers.Adam(0.05)
 
 
-def dense(*more):
+def made(*more, steps="keras", cut=None, scope=None, **options):
+    """A model that is compiled, and accumulated if it is told how."""
     keras.utils.set_random_seed(1)
-    layers = [keras.Input([4]), Room(), keras.layers.Dense(5, "tanh"), *more]
-    return keras.Sequential([*layers, keras.layers.Dense(1)])
+    with scope or contextlib.nullcontext():
+        model = dense(*more, steps=steps)
+        model.compile(**{"optimizer": adam(), "loss": "mse", **options})
+    return model if cut is None else macrobatch.accumulate(model, **cut)
 
 
-def compiled(model, **options):
-    model.compile(**{"optimizer": keras.optimizers.Adam(0.05), "loss": "mse", **options})
-    return model
+def fitted(build=dense, *data, **options):
+    options = {"batch_size": 24, "epochs": 3, "optimizer": adam, **options}
+    return train(build, *(data or (x, y)), **options)
 
 
-def fitted(model, *data, **options):
-    keras.utils.set_random_seed(5)
-    options = {"batch_size": 24, "epochs": 3, "shuffle": False, "verbose": 0, **options}
-    return model.fit(*(data or (x, y)), **options).history
+WAYS = [
+    *(pytest.param(steps, {}, id=steps) for steps in STEPS),
+    pytest.param(STEPS[-1], {"run_eagerly": True}, id="eager", marks=slow_on("jax", "torch")),
+    pytest.param("keras", {"metrics": ["mae"], "loss": "mae"}, id="metrics", marks=thorough),
+]
+if BACKEND != "torch":  # which has none of that
+    two = {"steps_per_execution": 2}
+    WAYS.append(pytest.param("keras", two, id="two", marks=slow_on("jax")))
 
 
-def plain(build=dense, *data, **options):
-    model = compiled(build(), **options)
-    fitted(model, *data)
-    return model
+@pytest.mark.parametrize(("steps", "options"), WAYS)
+def test_a_batch_that_runs_out_is_run_again(steps, options, room, caplog):
+    def build():
+        return dense(steps=steps)
 
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"run_eagerly": True},
-        {"steps_per_execution": 2},
-        pytest.param({"metrics": ["mae"], "loss": "mae"}, marks=thorough),
-    ],
-    ids=["graph", "eager", "steps_per_execution", "metrics"],
-)
-def test_a_batch_that_runs_out_is_run_again(options, monkeypatch, caplog):
-    expected = plain(**options)
-    narrow(monkeypatch, 4 * 5)
-    model = macrobatch.accumulate(compiled(dense(), **options))
-    history = fitted(model)
+    expected, history = fitted(build, **options)
+    room.narrow(4 * 5)
+    model, found = fitted(build, cut=AUTO, **options)
     assert_same(expected, model)
-    assert set(history["micro_batch_size"]) <= {1, 2, 4}
+    assert set(found.pop("micro_batch_size")) <= {1, 2, 4}
+    assert_same_history(history, found)
     (line,) = [r.message for r in caplog.records if "ran out" in r.message]
-    assert "micro_batch_size=24, 16, 8, and was run again with 4" in line
-    assert Room.largest == 16
+    is_compiled = BACKEND == "jax" and not options.get("run_eagerly")  # in powers of two
+    first = 32 if is_compiled else 24
+    assert f"micro_batch_size={first}, 16, 8, and was run again with 4" in line
+    assert max(room.ran) == 4 * 4
     assert int(model.optimizer.iterations) == 9
 
 
-@thorough
-@pytest.mark.filterwarnings("ignore:Your input ran out of data")
-def test_batches_that_come_once(monkeypatch):
-    def batches():
-        for start in range(0, 60, 24):
-            yield x[start : start + 24], y[start : start + 24]
+def batches_of(*sizes):
+    start = 0
+    for size in sizes:
+        yield x[start : start + size], y[start : start + size]
+        start += size
 
-    expected = compiled(dense())
-    for batch in batches():  # At the end of a generator, plain fit() counts an update too many.
+
+@slow_on("tensorflow")
+def test_batches_that_come_once(room):
+    expected = made()
+    for batch in batches_of(24, 24, 12):
         expected.train_on_batch(*batch)
-    narrow(monkeypatch, 4 * 5)
-    model = macrobatch.accumulate(compiled(dense()))
-    fitted(model, batches(), epochs=1, batch_size=None)
+    room.narrow(4 * 5)
+    model = made(cut=AUTO)
+    model.fit(batches_of(24, 24, 12), steps_per_epoch=3, shuffle=False, verbose=0)
+    assert_same(expected, model)
+    assert max(room.ran) == 4 * 4
+
+
+@slow_on("jax")
+def test_training_and_testing_in_turns(room):
+    def found(model):
+        before = model.evaluate(x, y, batch_size=24, verbose=0)
+        losses = [model.train_on_batch(x[:30], y[:30]) for _ in range(2)]
+        return [before, losses[1], model.evaluate(x, y, batch_size=40, verbose=0)]
+
+    expected, model = made(), made(cut=AUTO)
+    losses = found(expected)
+    room.narrow(4 * 5)
+    np.testing.assert_allclose(found(model), losses, rtol=1e-10)
     assert_same(expected, model)
 
 
-def test_train_on_batch_and_evaluate(monkeypatch):
-    expected = compiled(dense())
-    narrow(monkeypatch, 4 * 5)
-    model = macrobatch.accumulate(compiled(dense()))
-    before = model.evaluate(x, y, batch_size=24, verbose=0)
-    for _ in range(2):
-        loss = model.train_on_batch(x[:30], y[:30])
-    after = model.evaluate(x, y, batch_size=40, verbose=0)
-    monkeypatch.setattr(Room, "most", 10**9)
-    np.testing.assert_allclose(before, expected.evaluate(x, y, verbose=0), rtol=1e-10)
-    for _ in range(2):
-        of_expected = expected.train_on_batch(x[:30], y[:30])
-    np.testing.assert_allclose(loss, of_expected, rtol=1e-10)
-    assert_same(expected, model)
-    np.testing.assert_allclose(after, expected.evaluate(x, y, verbose=0), rtol=1e-10)
-
-
-def pooled():
-    """A model of sequences of any length."""
-    keras.utils.set_random_seed(1)
-    pool = keras.layers.GlobalAveragePooling1D()
-    return compiled(keras.Sequential([keras.Input([None, 4]), pool, keras.layers.Dense(1)]))
-
-
-def kinds_of_batches():
-    random = np.random.default_rng(0)
-    for length, *weights in [(4,), (9,), (9, random.random(16)), (30,), (4,)]:
-        yield (random.normal(size=[16, length, 4]), random.normal(size=[16, 1]), *weights)
-
-
-def test_batches_of_all_kinds_where_memory_is_watched(monkeypatch):
+@slow_on("jax", "torch")
+def test_batches_of_all_kinds_where_memory_is_watched():
     """A rehearsal is made for each: of x and y alone, of other lengths, with weights."""
-    monkeypatch.setattr(limit, "running_out_is_an_error", lambda on_gpu: False)
+
+    def pooled():
+        keras.utils.set_random_seed(1)
+        parts = [keras.Input([None, 4]), layers.GlobalAveragePooling1D(), layers.Dense(1)]
+        model = keras.Sequential(parts)
+        model.compile(adam(), "mse")
+        return model
+
+    random = np.random.default_rng(0)
     expected, model = pooled(), macrobatch.accumulate(pooled())
-    for batch in kinds_of_batches():
-        of_expected = expected.train_on_batch(*batch)
-        np.testing.assert_allclose(model.train_on_batch(*batch), of_expected, rtol=1e-10)
+    for length, *weights in [(4,), (9,), (9, random.random(16)), (30,), (4,)]:
+        batch = random.normal(size=[16, length, 4]), random.normal(size=[16, 1]), *weights
+        losses = [each.train_on_batch(*batch) for each in (expected, model)]
+        np.testing.assert_allclose(*losses, rtol=1e-10)
     assert_same(expected, model)
 
 
-@pytest.mark.filterwarnings("ignore:.*shuffle=True", "ignore:Your input ran out of data")
+@slow_on("jax", "torch")
 @pytest.mark.parametrize("size", [4, "auto"])
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_a_generator_that_yields_none(size, run_eagerly):
     """Keras makes an Optional of it."""
-    models = [compiled(dense(), run_eagerly=run_eagerly) for _ in range(2)]
-    macrobatch.accumulate(models[1], size)
+    models = [made(cut=cut, run_eagerly=run_eagerly) for cut in (None, {"micro_batch_size": size})]
     for model in models:
-        parts = ((x[start : start + 12], y[start : start + 12], None) for start in (0, 12, 24))
-        model.fit(parts, steps_per_epoch=3, verbose=0)
+        batches = ((*each, None) for each in batches_of(12, 12, 12))
+        model.fit(batches, steps_per_epoch=3, shuffle=False, verbose=0)
     assert_same(*models)
 
 
 @thorough
-@pytest.mark.parametrize("is_watched", [False, pytest.param(True, marks=thorough)])
-def test_replicas_have_one_size(is_watched, monkeypatch):
-    # Parts of 12, and of 6 in the last batch.
-    expected = plain()
-    narrow(monkeypatch, 4 * 5)
-    with mirrored(2).scope():
-        model = compiled(dense())
-    limits = {}
+@on_tensorflow
+@pytest.mark.parametrize("is_watched", [False, True])
+def test_replicas_have_one_size(is_watched, room, request):
+    expected, _ = fitted()  # Parts of 12, and of 6 in the last batch.
+    room.narrow(4 * 5)
+    cut = AUTO
     if is_watched:
-        monkeypatch.setattr(watch, "ProcessCounter", Count)
-        monkeypatch.setattr(autos.Rehearsal, "of_update", lambda self: 0)
-        limits = {"memory_limit": int((2**20 + 4 * 4 * 5) / 0.95)}
-    history = fitted(macrobatch.accumulate(model, **limits))
+        request.getfixturevalue("counted")
+        cut = {**AUTO, "memory_limit": limit_for(4 * 5)}
+    model, history = fitted(cut=cut, scope=mirrored(2).scope())
     assert_same(expected, model)
     assert max(history["micro_batch_size"]) <= 4
 
 
 @pytest.mark.eager
+@on_tensorflow
 @pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
 def test_synchronized_layers_need_a_number():
-    with mirrored(2).scope():
-        model = compiled(dense(keras.layers.BatchNormalization(synchronized=True)))
+    norm = layers.BatchNormalization(synchronized=True)
+    model = made(norm, cut=AUTO, scope=mirrored(2).scope())
     with pytest.raises(ValueError, match='micro_batch_size="auto" and synchronized=True'):
-        fitted(macrobatch.accumulate(model))
+        model.fit(x, y, verbose=0)
 
 
 def embedded():
-    keras.utils.set_random_seed(1)
     inputs = keras.Input([None], dtype="int32")
-    outputs = keras.layers.Embedding(9, 3, mask_zero=True)(inputs)
-    outputs = keras.layers.Dense(1)(Room()(outputs))
-    return keras.Model(inputs, outputs)
+    outputs = Room()(layers.Embedding(9, 3, mask_zero=True)(inputs))
+    return keras.Model(inputs, layers.Dense(1)(outputs))
 
 
 @pytest.mark.parametrize(
     "unit", [pytest.param("micro_batch_size", marks=thorough), "micro_batch_tokens"]
 )
-def test_sequences(unit, monkeypatch):
-    labels = np.random.RandomState(4).randn(60, 12, 1)
-    options = {"optimizer": keras.optimizers.SGD(0.05)}
-    expected = compiled(embedded(), optimizer=keras.optimizers.SGD(0.05))
-    fitted(expected, tokens, labels)
-    narrow(monkeypatch, 3 * 12 * 5)
-    model = macrobatch.accumulate(
-        compiled(embedded(), **options), **{unit: "auto"}, sequence_axis=1
-    )
-    history = fitted(model, tokens, labels)
+def test_sequences(unit, room):
+    labels = np.random.RandomState(4).randn(48, 12, 1)
+    options = {"epochs": 2, "optimizer": lambda: keras.optimizers.SGD(0.05)}
+    expected, _ = fitted(embedded, tokens, labels, **options)
+    room.narrow(3 * 12 * 5)
+    cut = {unit: "auto", "sequence_axis": 1}
+    model, history = fitted(embedded, tokens, labels, cut=cut, **options)
     assert_same(expected, model)
     assert all(1 <= size <= 64 for size in history[unit])
 
 
 @pytest.mark.eager
-@pytest.mark.filterwarnings("ignore:Your input ran out of data")
-def test_longer_batches_later_run_out_again(monkeypatch):
-    def generate():
-        for length in (3, 3, 12, 3):
+@slow_on("jax")
+def test_longer_batches_later_run_out_again(room):
+    def batches():
+        for length in (3, 12, 3, 12):
             yield tokens[:24, :length], np.ones([24, length, 1])
 
-    def batches():
-        types = tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None, None, 1], tf.float64)
-        return tf.data.Dataset.from_generator(generate, output_signature=types)
+    def build():
+        keras.utils.set_random_seed(1)
+        model = embedded()
+        model.compile("sgd", "mse")
+        return model
 
-    expected = compiled(embedded(), optimizer="sgd")
-    for batch in generate():
+    expected, model = build(), macrobatch.accumulate(build())
+    for batch in batches():
         expected.train_on_batch(*batch)
-    narrow(monkeypatch, 3 * 3 * 24)
-    model = macrobatch.accumulate(compiled(embedded(), optimizer="sgd"))
-    history = fitted(model, batches(), epochs=1, batch_size=None)
+    room.narrow(3 * 3 * 24)
+    history = model.fit(batches(), steps_per_epoch=4, shuffle=False, verbose=0).history
     assert_same(expected, model)
-    assert Room.largest <= 3 * 3 * 24
+    assert max(room.ran) == 3 * 3 * 24
     assert history["micro_batch_size"] <= [4]
 
 
 @thorough
-def test_whole_batch_loss(monkeypatch):
+def test_whole_batch_loss(room):
     def compares(y_true, y_pred):
-        return keras.ops.mean(keras.ops.square(y_pred - keras.ops.mean(y_pred) - y_true))
+        return ops.mean(ops.square(y_pred - ops.mean(y_pred) - y_true))
 
-    expected = plain(loss=compares)
-    narrow(monkeypatch, 4 * 5)
-    model = macrobatch.accumulate(compiled(dense(), loss=compares), whole_batch_loss=True)
-    fitted(model)
+    # A function is called for each model.
+    expected, _ = fitted(loss=lambda: compares)
+    room.narrow(4 * 5)
+    model, _ = fitted(loss=lambda: compares, cut={**AUTO, "whole_batch_loss": True})
     assert_same(expected, model)
-    assert Room.largest == 16
+    assert max(room.ran) == 4 * 4
 
 
-@thorough
-def test_compiled_steps_are_compiled_for_each_size_once(monkeypatch):
-    traced = []
+@on_tensorflow
+def test_another_size_needs_no_other_trace(room):
+    traced, sizes = [], []
 
-    class Traced(keras.layers.Layer):
-        def call(self, inputs):
-            traced.append(inputs.shape[0])
-            return inputs
-
-    def build():
-        keras.utils.set_random_seed(1)
-        layers = [keras.Input([4]), Traced(), keras.layers.Dense(1)]
-        return compiled(keras.Sequential(layers), jit_compile=True)
-
-    attempt = autos.Auto.attempt
-
-    def failing(self, training):
-        inner = attempt(self, training)
-
-        def run(run, batch):
-            def step(batch):
-                if self._chosen.current > 8:
-                    raise tf.errors.ResourceExhaustedError(None, None, "no room")
-                return run(batch)
-
-            return inner(step, batch)
-
-        return run
-
-    expected = build()
-    fitted(expected, x[:48], y[:48], epochs=20)
-    monkeypatch.setattr(autos.Auto, "attempt", failing)
-    monkeypatch.setattr(autos.Auto, "host_raises", True)
-    model = macrobatch.accumulate(build())
-    history = fitted(model, x[:48], y[:48], epochs=20)
-    assert_same(expected, model)
-    assert set(history["micro_batch_size"]) <= {1, 2, 4, 8}
-    count = len(traced)
-    fitted(model, x[:48], y[:48], epochs=3)
-    assert len(traced) == count
-
-
-def test_another_size_needs_no_other_trace():
-    traced = []
-
-    class Traced(keras.layers.Layer):
+    class Traced(layers.Layer):
         def call(self, inputs):
             traced.append(1)
             return inputs
 
-    model = macrobatch.accumulate(compiled(dense(Traced())))
-    model.fit(x, y, batch_size=60, epochs=1, verbose=0)
-    count = len(traced)
-    sizes = []
-    for _ in range(8):
-        sizes += model.fit(x, y, batch_size=60, epochs=1, verbose=0).history["micro_batch_size"]
+    model = made(Traced(), cut=AUTO)
+    for _ in range(9):
+        sizes += model.fit(x, y, batch_size=60, verbose=0).history["micro_batch_size"]
+        if len(sizes) == 1:
+            count = len(traced)
     assert len(set(sizes)) > 1
     assert len(traced) == count
 
 
-@pytest.mark.eager
-def test_nothing_fits(monkeypatch):
-    monkeypatch.setattr(Room, "most", 3)
-    model = macrobatch.accumulate(compiled(dense()))
-    before = model.get_weights()
-    with pytest.raises(tf.errors.ResourceExhaustedError, match=r"(?s)RematScope.*no room for 4"):
-        fitted(model)
-    for old, new in zip(before, model.get_weights()):
+def state(model):
+    return [array(variable) for variable in variables(model)]
+
+
+def assert_unchanged(before, model):
+    for old, new in zip(before, state(model), strict=True):
         np.testing.assert_array_equal(old, new)
-    assert int(model.optimizer.iterations) == 0
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
-def test_an_optimizer_that_runs_out_is_not_called_again(run_eagerly):
+@pytest.mark.eager
+@pytest.mark.parametrize("steps", STEPS)
+def test_nothing_fits(steps, room):
+    model = made(layers.Dropout(0.5, seed=1), steps=steps, cut=AUTO)
+    model.optimizer.build(model.trainable_variables)
+    before = state(model)
+    room.narrow(3)
+    with pytest.raises(OutOfMemory, match=r"(?s)RematScope.*no room for 4"):
+        model.train_on_batch(x[:2], y[:2])
+    assert_unchanged(before, model)
+
+
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("run_eagerly", [False, True] if BACKEND == "tensorflow" else [None])
+def test_an_optimizer_that_runs_out_is_not_called_again(steps, run_eagerly, room):
     calls = []
+
+    def fail():
+        calls.append(1)
+        raise MemoryError("no room for slots")
 
     class Large(keras.optimizers.SGD):
         def update_step(self, gradient, variable, learning_rate):
             super().update_step(gradient, variable, learning_rate)
+            run_each_time(fail)
 
-            def fail():
-                calls.append(1)
-                raise MemoryError("no room for slots")
-
-            if tf.executing_eagerly():
-                fail()
-            tf.py_function(fail, [], [])
-
-    model = compiled(dense(), optimizer=Large(), run_eagerly=run_eagerly)
-    macrobatch.accumulate(model)
-    with pytest.raises(tf.errors.ResourceExhaustedError, match="while the optimizer was writing"):
-        fitted(model)
+    options = {} if run_eagerly is None else {"run_eagerly": run_eagerly}
+    model = made(steps=steps, cut=AUTO, optimizer=Large(), **options)
+    with pytest.raises(OutOfMemory, match="while the optimizer was writing"):
+        model.fit(x, y, verbose=0)
     assert len(calls) <= 4  # one for each weight, of one update
+
+
+# What says that there is no memory, and what does not.
+ERRORS = {
+    "tensorflow": [
+        ("ResourceExhaustedError", "", True),
+        ("InternalError", "Out of memory", True),
+        ("UnknownError", "Failed to allocate 9 bytes", True),
+        ("InternalError", "something else", False),
+        ("InvalidArgumentError", "out of memory", False),
+    ],
+    "jax": [
+        ("JaxRuntimeError", "RESOURCE_EXHAUSTED: no memory", True),
+        ("JaxRuntimeError", "INTERNAL: Out of memory allocating 9 bytes.", True),
+        ("JaxRuntimeError", "INTERNAL: something else", False),
+    ],
+    "torch": [
+        ("OutOfMemoryError", "CUDA out of memory. Tried to allocate 2 GiB", True),
+        ("RuntimeError", "DefaultCPUAllocator: can't allocate memory", True),
+        ("RuntimeError", "MPS backend out of memory (MPS allocated: 9 GB)", True),
+        ("RuntimeError", "mat1 and mat2 shapes cannot be multiplied", False),
+    ],
+}[BACKEND]
+ERRORS += [("MemoryError", "", True), ("ValueError", "RESOURCE_EXHAUSTED: out of memory", False)]
+
+
+class Fails(layers.Layer):
+    """Calls a function for more than four examples at a time."""
+
+    def __init__(self, fail):
+        super().__init__()
+        self.fail = fail
+
+    def call(self, inputs):
+        if inputs.shape[0] > 4:
+            self.fail()
+        return inputs
+
+    def compute_output_spec(self, inputs):
+        return keras.KerasTensor(inputs.shape, inputs.dtype)
+
+
+@pytest.mark.parametrize(("kind", "text", "is_of_memory"), ERRORS)
+def fails_with(fail):
+    """Trains a batch of four, and one of eight, for which a function is called that fails."""
+    model = made(Fails(fail), cut=AUTO, run_eagerly=True)
+    for size in (4, 8):
+        model.train_on_batch(x[:size], y[:size])
+    return macrobatch.settings_of(model).size_in_use
+
+
+@pytest.mark.parametrize(("kind", "text", "is_of_memory"), ERRORS)
+def test_which_errors_are_of_memory(kind, text, is_of_memory, room):
+    def fail():
+        raise error
+
+    kind = getattr(errors, kind, None) or getattr(builtins, kind)
+    of_tensorflow = BACKEND == "tensorflow" and hasattr(errors, kind.__name__)
+    error = kind(None, None, text) if of_tensorflow else kind(text)
+    if is_of_memory:
+        assert fails_with(fail) == 4
+    else:
+        with pytest.raises(kind, match=text):
+            fails_with(fail)
+
+
+@slow_on("tensorflow")  # whose allocator waits before it gives up
+def test_an_allocation_that_cannot_be(room):
+    assert fails_with(lambda: ops.zeros([2**50], "int8")) == 4
 
 
 @pytest.mark.parametrize(
     "layer",
-    [lambda: keras.layers.Dropout(0.5, seed=1), lambda: keras.layers.BatchNormalization()],
+    [
+        lambda: layers.Dropout(0.5, seed=1),
+        pytest.param(layers.BatchNormalization, marks=slow_on("jax", "torch")),
+    ],
     ids=["dropout", "norm"],
 )
+@pytest.mark.parametrize("steps", STEPS)
 @pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
-def test_where_the_size_shows_it_is_only_shrunk(layer, monkeypatch):
-    narrow(monkeypatch, 4 * 9)
-    model = macrobatch.accumulate(compiled(dense(layer())))
-    sizes = fitted(model, epochs=4)["micro_batch_size"]
-    assert sizes == [8] * 4
-    again = macrobatch.accumulate(compiled(dense(layer())), micro_batch_size=8)
-    fitted(again, epochs=4)
-    for one, other in zip(model.weights, again.weights):
-        np.testing.assert_array_equal(one.numpy(), other.numpy())
+def test_where_the_size_shows_it_is_only_shrunk(layer, steps, room):
+    def build():
+        return dense(layer(), steps=steps)
+
+    room.narrow(4 * 9)
+    model, history = fitted(build, batch_size=12, cut=AUTO)
+    assert history["micro_batch_size"] == [8] * 3
+    again, _ = fitted(build, batch_size=12, cut={"micro_batch_size": 8})
+    assert_unchanged(state(again), model)
 
 
+@on_tensorflow
 @pytest.mark.examples_meet
-def test_draws_of_tf_random_show_the_size():
-    noisy = keras.layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x), dtype=x.dtype))
-    model = macrobatch.accumulate(compiled(dense(noisy)), micro_batch_size=2)
+def test_draws_of_tf_random_show_the_size(caplog):
+    import tensorflow as tf
+
+    noisy = layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x), dtype=x.dtype))
+    model = made(noisy, cut=AUTO)
     with pytest.warns(macrobatch.ExactnessWarning, match="draws without Keras"):  # no verdict
-        fitted(model)
-    assert accumulation_of(model).shows_size is True
+        model.train_on_batch(x, y)
+    assert "micro_batch_size=60 for batches of 60: all at once" in caplog.text
 
 
-@pytest.mark.eager
-def test_another_error_is_none_of_our_business():
-    def fail(y_true, y_pred):
-        with tf.control_dependencies(
-            [tf.debugging.assert_none_equal(y_pred, y_pred, message="too much")]
-        ):
-            return tf.identity(y_pred)
+@pytest.mark.parametrize("pays", [pytest.param(True, marks=slow_on("jax")), False])
+def test_the_fastest_size_is_looked_for_where_that_pays(pays, clock, monkeypatch, caplog):
+    """Where each size is compiled. Elsewhere looking is free."""
 
-    model = macrobatch.accumulate(compiled(dense(), loss=fail))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="too much"):
-        fitted(model)
+    class Compiled(layers.Layer):
+        def call(self, inputs):
+            Room.now += 1.0
+            return inputs
 
-
-class Count:
-    """A counter of memory: 1000 bytes, and one for each element in the layer Room."""
-
-    can_reset = True
-
-    def reset(self):
-        Room.largest = 0
-
-    def read(self):
-        return 2**20 + 4 * Room.largest
-
-    def now(self):
-        return 2**20
+    monkeypatch.setattr(Room, "seconds", lambda numbers: 1.0)
+    options = {"batch_size": 60, "epochs": 200 if pays else 4}
+    _, history = fitted(lambda: dense(Compiled()), cut=AUTO, **options)
+    if pays or BACKEND != "jax":
+        assert len(set(history["micro_batch_size"])) > 1
+    else:  # Compiled sizes are powers of two.
+        assert set(history["micro_batch_size"]) == {64}
+        assert "micro_batch_size=64 for batches of 60: all at once" in caplog.text
 
 
-@pytest.fixture
-def watched(monkeypatch):
-    monkeypatch.setattr(limit, "running_out_is_an_error", lambda on_gpu: False)
-    monkeypatch.setattr(watch, "ProcessCounter", Count)
-    monkeypatch.setattr(autos.Rehearsal, "of_update", lambda self: 0)
+# Memory that is watched
+
+
+# Room for 11 examples. Beyond what was measured, growth counts one and a half times.
+FOR_11 = {**AUTO, "memory_limit": limit_for(4 * 11)}
 
 
 @pytest.mark.parametrize(
-    "layers",
+    "layer",
     [
-        pytest.param((), id="exact"),
-        pytest.param((keras.layers.BatchNormalization,), id="norm", marks=thorough),
+        pytest.param(lambda: layers.Activation("linear"), marks=slow_on("jax")),
+        lambda: layers.Dropout(0.5, seed=1),
+        pytest.param(layers.BatchNormalization, marks=thorough),
     ],
+    ids=["exact", "dropout", "norm"],
 )
 @pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
-def test_memory_is_watched_where_running_out_is_no_error(layers, watched, monkeypatch):
-    expected = plain()
-    monkeypatch.setattr(Room, "largest", 0)
-    # Bytes of 11 examples. Beyond what was measured, growth counts one and a half times.
-    largest = 4 * 4 * 11
-    most = int((2**20 + largest) / 0.95)
-    model = compiled(dense(*(layer() for layer in layers)))
-    macrobatch.accumulate(model, memory_limit=most)
-    history = fitted(model)
-    assert 1 <= max(history["micro_batch_size"]) <= 8
-    if layers:
-        assert set(history["micro_batch_size"]) == {8}
-    else:
-        assert_same(expected, model)
+def test_memory_is_watched_where_running_out_is_no_error(layer, request, counted):
+    """The random layer shows whether a rehearsal draws numbers."""
+
+    def build():
+        return dense(layer())
+
+    is_exact = "exact" in request.node.name
+    model, history = fitted(build, batch_size=20, cut=FOR_11)
+    expected, _ = fitted(build, batch_size=20, cut=None if is_exact else {"micro_batch_size": 8})
+    assert_same(expected, model, tolerance=1e-10 * is_exact)
+    assert max(history["micro_batch_size"]) <= 8
+    assert is_exact or history["micro_batch_size"] == [8] * 3
 
 
-def test_sizes_of_tests_grow(watched):
-    model = compiled(dense(), run_eagerly=True)
-    expected = model.test_on_batch(x[:24], y[:24])
-    macrobatch.accumulate(model, memory_limit=int((2**20 + 4 * 4 * 11) / 0.95))
-    sizes, auto = [], accumulation_of(model).auto
+@pytest.mark.eager
+@slow_on("jax")
+@pytest.mark.parametrize("steps", STEPS)
+def test_sizes_grow_where_nothing_is_rehearsed(steps, room, counted):
+    """In tests, and in train steps that are not Keras'."""
+    expected, model = made(steps=steps), made(steps=steps, cut=FOR_11)
+    sizes = []
     for _ in range(5):
-        found = model.test_on_batch(x[:24], y[:24])
-        np.testing.assert_allclose(found, expected, rtol=1e-10)
-        sizes.append(auto._chosen.current)
+        losses = []
+        for each in (expected, model):
+            room.ran.clear()
+            run = each.test_on_batch if steps == "keras" else each.train_on_batch
+            losses.append(run(x[:24], y[:24]))
+        np.testing.assert_allclose(*losses, rtol=1e-10)
+        sizes.append(max(room.ran) // 4)
     assert sizes == [1, 2, 4, 8, 8]
 
 
-def test_a_limit_in_which_nothing_fits(watched):
-    model = compiled(dense())
-    before = model.get_weights()
-    macrobatch.accumulate(model, memory_limit=2**20 + 10)
+@pytest.mark.parametrize("steps", STEPS)
+def test_a_limit_in_which_nothing_fits(steps, counted):
+    model = made(steps=steps, cut={**AUTO, "memory_limit": BASE + 10})
+    model.optimizer.build(model.trainable_variables)
+    before = state(model)
     with pytest.raises(ValueError, match="memory_limit must be more"):
-        fitted(model)
-    np.testing.assert_array_equal(before[0], model.get_weights()[0])
+        model.fit(x, y, verbose=0)
+    assert_unchanged(before, model)
+
+
+def test_memory_is_watched_where_a_compiler_may_end_the_process(monkeypatch):
+    counter = Counter()
+    count_memory(monkeypatch, counter)
+    make_running_out_an_error(monkeypatch, compiled=False)
+    made(cut=AUTO).train_on_batch(x[:2], y[:2])
+    assert bool(counter.resets) == (BACKEND == "jax")
+
+
+@slow_on("jax")
+def test_a_limit_of_a_gpu_is_a_share_of_its_memory(counted, room, monkeypatch):
+    counted.left = 2**50  # The memory of the process does not count.
+    pretend_gpu(monkeypatch, 2 * FOR_11["memory_limit"])
+    _, history = fitted(cut={**AUTO, "memory_limit": 0.5})
+    assert 1 <= max(history["micro_batch_size"]) <= 8
+    room.narrow(4 * 5)
+    _, history = fitted(cut=AUTO, epochs=1)  # Without a limit, running out is an error.
+    assert history["micro_batch_size"] <= [4]
+
+
+@pytest.mark.parametrize(
+    ("memory_limit", "message"),
+    [
+        (0.5, r"a fraction of it is not known. Received: .*=0\.5"),
+        pytest.param(
+            "1GiB",
+            r"does not tell the peak.*torch\.cuda.*Leave",
+            marks=pytest.mark.skipif(BACKEND != "torch", reason="others tell it of all GPUs"),
+        ),
+    ],
+)
+def test_a_gpu_that_tells_nothing(memory_limit, message, counted, monkeypatch):
+    pretend_gpu(monkeypatch, None)
+    model = made(cut={**AUTO, "memory_limit": memory_limit})
+    with pytest.raises(ValueError, match=message):
+        model.train_on_batch(x, y)
+
+
+# Sizes that were found before
+
+
+@pytest.fixture
+def files(tmp_path, room, monkeypatch):
+    """The folder in which sizes are kept."""
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
+    monkeypatch.setenv("MACROBATCH_CACHE", "1")
+    return tmp_path / "macrobatch" / "sizes"
+
+
+@pytest.fixture
+def log(caplog):
+    """A function that trains another model of the same kind, and returns what was logged."""
+
+    def log(**cut):
+        caplog.clear()
+        # With dropout a size is settled at once.
+        eager = {"run_eagerly": True} if BACKEND == "tensorflow" else {}
+        model = made(layers.Dropout(0.5, seed=1), cut={**AUTO, **cut}, **eager)
+        model.train_on_batch(x[:20], y[:20])
+        return caplog.text
+
+    return log
+
+
+def test_what_was_found_is_found_again(files, room, log):
+    room.narrow(4 * 17)
+    assert "ran out" in log()
+    again = log()
+    assert "ran out" not in again
+    assert "found before" in again
+
+
+@slow_on("jax", "torch")
+def test_what_was_found_is_found_again_whatever_others_use(files, log, counted, monkeypatch):
+    def with_available(size):
+        make_available(monkeypatch, size)
+        return log
+
+    assert "all at once" in with_available(1000 * MIB)()
+    assert "found before" in with_available(8000 * MIB)()
+    assert "found before" in with_available(300 * MIB)()
+    assert "found before" not in with_available(BASE + 10)()  # which does not fit now
+    assert "found before" not in with_available(1000 * MIB)(memory_limit="200MiB")
+    assert "found before" not in log(memory_limit=0.5)
+    assert "found before" in with_available(8000 * MIB)(memory_limit=0.5)
+
+
+@slow_on("jax")
+def test_a_damaged_file_is_ignored_with_a_warning(files, log):
+    log()
+    (path,) = files.iterdir()
+    right = json.loads(path.read_text())
+    wrong = [{"size": "8"}, {"size": 0}, {"size": 2 * right["size"]}, {"size": True}, {"key": {}}]
+    texts = [json.dumps({**right, **each}) for each in wrong]
+    for text in [*texts, "", "{", "[]", '{"size": 8}', "\x00\xff", "[" * 100_000]:
+        path.write_text(text, encoding="latin-1")
+        with pytest.warns(UserWarning, match="is ignored"):
+            log()
+        assert json.loads(path.read_text())["key"] == right["key"]
+
+
+@slow_on("jax")
+def test_files_can_be_switched_off(files, log, monkeypatch):
+    for off in ("0", "False", " NO "):
+        monkeypatch.setenv("MACROBATCH_CACHE", off)
+        log()
+    assert not files.exists()
+
+
+@slow_on("jax")
+def test_a_folder_that_cannot_be_written_to_does_no_harm(tmp_path, files, log, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("KERAS_HOME", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="is ignored"):
+        log()
+
+
+# What is said
+
+
+@pytest.mark.eager
+@slow_on("jax")
+def test_history_with_callbacks_of_the_users_own(tmp_path):
+    path = tmp_path / "log.csv"
+    model = made(cut=AUTO)
+    options = {"batch_size": 20, "validation_data": (x[:20], y[:20]), "verbose": 0}
+    history = model.fit(x, y, callbacks=keras.callbacks.CSVLogger(str(path)), **options).history
+    assert set(history) == {"loss", "val_loss", "micro_batch_size"}
+    assert "micro_batch_size" in path.read_text().splitlines()[0]
+    callbacks = keras.callbacks.CallbackList([], add_history=True, model=model, epochs=1)
+    assert "micro_batch_size" in model.fit(x, y, callbacks=callbacks, **options).history
+    macrobatch.release(model)
+    assert set(model.fit(x, y, **options).history) == {"loss", "val_loss"}
+    assert logging.getLogger("macrobatch").level == logging.NOTSET
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"memory_limit": "6 apples"}, "Units are"),
-        ({"memory_limit": -1}, "memory_limit=-1"),
         ({"micro_batch_size": 8, "memory_limit": "6GiB"}, "and a size, 8"),
         ({"micro_batch_size": "all"}, 'Or "auto"'),
         ({"micro_batch_tokens": "auto"}, "needs sequence_axis="),
@@ -475,68 +651,4 @@ def test_a_limit_in_which_nothing_fits(watched):
 )
 def test_refusals(arguments, message):
     with pytest.raises(ValueError, match=message):
-        macrobatch.accumulate(compiled(dense()), **arguments)
-
-
-def test_what_was_found_is_found_again(monkeypatch, tmp_path, caplog):
-    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
-    monkeypatch.setenv("MACROBATCH_CACHE", "1")
-    narrow(monkeypatch, 4 * 5)
-
-    def build():  # With dropout it settles at once.
-        return compiled(dense(keras.layers.Dropout(0.5, seed=1)), run_eagerly=True)
-
-    fitted(macrobatch.accumulate(build()), epochs=1)
-    assert "ran out" in caplog.text
-    caplog.clear()
-    fitted(macrobatch.accumulate(build()), epochs=1)
-    assert "ran out" not in caplog.text
-    assert "found before" in caplog.text
-
-
-def test_what_was_found_is_found_again_whatever_others_use(watched, monkeypatch, tmp_path, caplog):
-    monkeypatch.setenv("KERAS_HOME", str(tmp_path))
-    monkeypatch.setenv("MACROBATCH_CACHE", "1")
-
-    def lines(available, **limits):
-        caplog.clear()
-        found = limit.Limit(int(available * 2**30), "the machine has it, less what others use")
-        monkeypatch.setattr(limit, "available", lambda machine=limit.THIS: found)
-        model = compiled(dense(keras.layers.Dropout(0.5, seed=1)), run_eagerly=True)
-        fitted(macrobatch.accumulate(model, **limits), epochs=1)
-        return caplog.text
-
-    assert "all at once" in lines(1.0)
-    assert "found before" in lines(7.9)
-    assert "found before" in lines(0.3)
-    assert "found before" not in lines(2**20 / 2**30 + 1e-7)  # which does not fit now
-    assert "found before" not in lines(1.0, memory_limit="200MiB")
-    assert "found before" not in lines(1.0, memory_limit=0.5)
-    assert "found before" in lines(7.9, memory_limit=0.5)
-
-
-def test_history_with_callbacks_of_the_users_own(tmp_path):
-    path = str(tmp_path / "log.csv")
-    model = macrobatch.accumulate(compiled(dense()))
-    history = fitted(model, callbacks=keras.callbacks.CSVLogger(path), validation_data=(x, y))
-    assert len(history["micro_batch_size"]) == 3
-    assert {"loss", "val_loss", "micro_batch_size"} == set(history)
-    with open(path) as file:
-        assert "micro_batch_size" in file.readline()
-    callbacks = keras.callbacks.CallbackList([], add_history=True, model=model, epochs=1)
-    assert "micro_batch_size" in fitted(model, callbacks=callbacks, epochs=1)
-
-
-@pytest.mark.eager
-def test_release_takes_everything_back():
-    model = macrobatch.release(macrobatch.accumulate(compiled(dense())))
-    assert "fit" not in vars(model)
-    assert set(fitted(model)) == {"loss"}
-    assert logging.getLogger("macrobatch").level == logging.NOTSET
-
-
-def test_a_fraction_of_a_gpu_whose_size_nobody_knows(monkeypatch):
-    monkeypatch.setattr(device_memory, "gpus", lambda: ["GPU:0"])
-    assert watch.needed(None, device_memory) is None
-    with pytest.raises(ValueError, match=r"a fraction of it is not known. Received: .*=0\.5"):
-        watch.needed(0.5, device_memory)
+        made(cut=arguments)

@@ -4,157 +4,115 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from support import thorough
-from test_accumulator_everywhere import mirrored
+from support import mirrored, thorough
+from support.memory import OutOfMemory, limit_for, taken
 
 import macrobatch
-from macrobatch._gradients import auto as autos
-from macrobatch._sizes import limit, watch
 
 x = np.random.RandomState(0).randn(40, 3)
 y = np.random.RandomState(1).randn(40, 1)
 
 
-class Room:
-    """A loss whose micro-batches must not be larger than some number of examples."""
+class Fit:
+    """A line through points, whose loss takes the memory of `support.memory.Room`."""
 
-    def __init__(self, most):
-        self.most, self.sizes = most, []
+    def __init__(self):
         self.weight = tf.Variable(tf.ones([3, 1], tf.float64))
 
     def loss(self, batch):
-        def check(size):
-            self.sizes.append(int(size))
-            if size > self.most:
-                raise MemoryError("no room")  # ResourceExhaustedError in a graph
-            return size
-
-        size = tf.shape(batch[0])[0]
-        if tf.executing_eagerly():
-            check(size)
-            checked = []
-        else:
-            checked = [tf.py_function(check, [size], tf.int32)]
-        with tf.control_dependencies(checked):
+        with tf.control_dependencies([taken(batch[0])]):
             return tf.reduce_sum((tf.tanh(batch[0] @ self.weight) - batch[1]) ** 2, 1)
 
     def found(self, batch=(x, y), **options):
         return macrobatch.value_and_gradients(self.loss, [self.weight], batch, **options)
 
-    def expected(self, batch=(x, y)):
+    def check(self, found, batch=(x, y)):
         with tf.GradientTape() as tape:
             loss = tf.reduce_mean((tf.tanh(batch[0] @ self.weight) - batch[1]) ** 2)
-        return loss, tape.gradient(loss, [self.weight])
-
-    def check(self, found, batch=(x, y)):
-        loss, gradients = self.expected(batch)
         np.testing.assert_allclose(found[0], loss, rtol=1e-10)
-        np.testing.assert_allclose(found[1][0], gradients[0], rtol=1e-10)
+        np.testing.assert_allclose(found[1][0], tape.gradient(loss, self.weight), rtol=1e-10)
 
 
-@pytest.fixture(autouse=True)
-def an_error(monkeypatch):
-    monkeypatch.setattr(limit, "running_out_is_an_error", lambda on_gpu: True)
+@pytest.fixture
+def fit(room):
+    room.narrow(3 * 12)
+    return Fit()
 
 
-def test_is_run_again_with_less(caplog):
-    room = Room(12)
-    room.check(room.found())
+def size_of(room, run):
+    """Examples in the largest micro-batch of a run."""
+    room.ran.clear()
+    run()
+    return max(room.ran) // 3
+
+
+def test_is_run_again_with_less(fit, room, caplog):
+    fit.check(fit.found())
     assert "micro_batch_size=40, 32, 16, and was run again with 8" in caplog.text
-    room.sizes.clear()
-    room.check(room.found())
-    assert max(room.sizes) == 8
+    assert size_of(room, lambda: fit.check(fit.found())) == 8
     batch = x[:6], y[:6]
-    room.check(room.found(batch), batch)
+    fit.check(fit.found(batch), batch)
 
 
-class Clock:
-    """A clock that only loss functions move: small micro-batches are slow, and large ones too."""
-
-    now = 0.0
-
-    def __init__(self, monkeypatch, room):
-        monkeypatch.setattr(autos.time, "perf_counter", lambda: self.now)
-        loss = room.loss
-
-        def slow(batch):
-            size = len(batch[0])
-            self.now += 1 + size**2 / 16
-            return loss(batch)
-
-        room.loss = slow
+def slow(numbers):
+    """Small micro-batches are slow, and large ones too."""
+    return 1 + (numbers / 3) ** 2 / 16
 
 
-def test_finds_the_fastest(monkeypatch, caplog):
-    room, batch = Room(12), (x[:16], y[:16])
-    step = tf.function(lambda: room.found(batch))
-    Clock(monkeypatch, room)
+def test_finds_the_fastest(fit, clock, monkeypatch, caplog):
+    monkeypatch.setattr(clock, "seconds", slow)
+    batch = x[:16], y[:16]
+    step = tf.function(lambda: fit.found(batch))
     for _ in range(60):
-        room.check(room.found(batch), batch)
+        fit.check(fit.found(batch), batch)
         if "fastest" in caplog.text:
             break
     assert "micro_batch_size=4 for batches of 16: the fastest of" in caplog.text
-    for found in (lambda: room.found(batch), step):
-        room.sizes.clear()
-        room.check(found(), batch)
-        assert max(room.sizes) == 4
+    for found in (lambda: fit.found(batch), step):
+        assert size_of(clock, lambda found=found: fit.check(found(), batch)) == 4
 
 
-@pytest.mark.parametrize("cause", ["draws", "meets"])
-def test_where_the_size_shows_it_is_the_largest(cause, monkeypatch, caplog):
-    room, dropout = Room(12), keras.layers.Dropout(0.5, seed=3)
-    Clock(monkeypatch, room)
-    loss = room.loss
+@pytest.mark.parametrize("cause", ["draws", "interacts"])
+def test_where_the_size_shows_it_is_the_largest(cause, fit, clock, monkeypatch, caplog):
+    monkeypatch.setattr(clock, "seconds", slow)
+    dropout, loss = keras.layers.Dropout(0.5, seed=3), fit.loss
     if cause == "draws":
-        room.loss = lambda batch: loss((dropout(batch[0], training=True), batch[1]))
-        room.found()
+        fit.loss = lambda batch: loss((dropout(batch[0], training=True), batch[1]))
+        fit.found()
     else:
-        room.loss = lambda batch: loss(batch) - tf.reduce_mean(loss(batch)) ** 2
+        fit.loss = lambda batch: loss(batch) - tf.reduce_mean(loss(batch)) ** 2
         with pytest.warns(macrobatch.ExactnessWarning):
-            room.found()
+            fit.found()
     assert "micro_batch_size=8 for batches of 40: the largest that fits" in caplog.text
     for _ in range(3):
-        room.sizes.clear()
-        room.found()
-        assert max(room.sizes) == 8
+        assert size_of(clock, fit.found) == 8
 
 
-def test_nothing_fits():
-    room = Room(0)
-    with pytest.raises(tf.errors.ResourceExhaustedError, match="RematScope"):
-        room.found()
+def test_nothing_fits(fit, room):
+    room.narrow(0)
+    with pytest.raises(OutOfMemory, match="RematScope"):
+        fit.found()
 
 
-def test_in_a_graph_the_next_call_has_half():
-    room = Room(12)
-
-    @tf.function
-    def step(x, y):
-        return room.found((x, y))
-
-    tried = 0
-    while True:
-        tried += 1
-        try:
-            found = step(x, y)
-            break
-        except tf.errors.ResourceExhaustedError:
-            pass
-    assert tried == 3
-    room.check(found)
-    room.sizes.clear()
-    room.check(step(x, y))
-    assert max(room.sizes) == 10
+def test_in_a_graph_the_next_call_has_half(fit, room):
+    step = tf.function(lambda x, y: fit.found((x, y)))
+    for _ in range(2):
+        with pytest.raises(OutOfMemory):
+            step(x, y)
+    fit.check(step(x, y))
+    assert size_of(room, lambda: fit.check(step(x, y))) == 10
     assert step.experimental_get_tracing_count() == 1
 
 
-def test_in_replicas():
+def test_in_replicas(room):
     strategy = mirrored(2)
     with strategy.scope():
-        room = Room(12)
+        fit = Fit()
+    room.narrow(3 * 12)
+    # Both run out, or none: TensorFlow exchanges no gradients any more if one of them waits then.
     parts = [
         strategy.experimental_distribute_values_from_function(
-            lambda context, whole=whole: tf.split(whole, [25, 15])[context.replica_id_in_sync_group]
+            lambda context, whole=whole: tf.split(whole, [24, 16])[context.replica_id_in_sync_group]
         )
         for whole in (x, y)
     ]
@@ -162,7 +120,7 @@ def test_in_replicas():
     @tf.function
     def step(x, y):
         def replica(x, y):
-            loss, (gradient,) = room.found((x, y))
+            loss, (gradient,) = fit.found((x, y))
             context = tf.distribute.get_replica_context()
             return loss, context.all_reduce("sum", gradient)
 
@@ -171,62 +129,39 @@ def test_in_replicas():
     for _ in range(4):
         try:
             loss, gradient = step(*parts)
-        except tf.errors.ResourceExhaustedError:
+        except OutOfMemory:
             continue
-        room.check((loss.values[0], [gradient.values[0]]))
+        fit.check((loss.values[0], [gradient.values[0]]))
         return
     pytest.fail("did not fit")
 
 
 @thorough
-def test_the_size_of_a_graph_on_a_cpu_is_found_outside_of_it(monkeypatch):
-    monkeypatch.setattr(limit, "running_out_is_an_error", lambda on_gpu: False)
-    room = Room(10**9)
-
-    class Count:
-        can_reset = True
-
-        def reset(self):
-            room.sizes.clear()
-
-        def read(self):
-            return 2**20 + max(room.sizes, default=0)
-
-        def now(self):
-            return 2**20
-
-    monkeypatch.setattr(watch, "ProcessCounter", Count)
-    room.found(micro_batch_size=4)  # which tries, once, whether examples meet
+def test_the_size_of_a_graph_on_a_cpu_is_found_outside_of_it(room, counted):
+    fit = Fit()
+    fit.found(micro_batch_size=4)  # which checks, once, whether examples interact
     # Room for 16 examples: beyond what was measured, growth counts one and a half times.
-    most = int((2**20 + 21) / 0.95)
-    step = tf.function(lambda: room.found(memory_limit=most))
+    most = limit_for(3 * 21)
+    step = tf.function(lambda: fit.found(memory_limit=most))
     with pytest.raises(ValueError, match="needs a size that was found before"):
         step()
-    seen = []
-    for _ in range(6):
-        room.check(room.found(memory_limit=most))
-        seen.append(max(room.sizes))
+    seen = [size_of(room, lambda: fit.check(fit.found(memory_limit=most))) for _ in range(6)]
     assert seen == sorted(seen)
     assert seen[-1] == 16
-    room.check(step())
-    assert max(room.sizes) == 16
+    assert size_of(room, lambda: fit.check(step())) == 16
 
 
 def test_compiled_functions_need_a_number():
-    room = Room(10**9)
     with pytest.raises(ValueError, match=r"does not go with jit_compile=True.*outside of a tf\.fu"):
-        tf.function(lambda: room.found(), jit_compile=True)()
+        tf.function(lambda: Fit().found(), jit_compile=True)()
 
 
-def test_seeds_are_drawn_once(monkeypatch):
-    dropout = keras.layers.Dropout(0.5, seed=3)
-    room = Room(12)
-    loss = room.loss
-    room.loss = lambda batch: loss((dropout(batch[0], training=True), batch[1]))
-    found = room.found()
-    state = dropout.seed_generator.state.numpy()
-    other = keras.layers.Dropout(0.5, seed=3)
-    room.loss = lambda batch: loss((other(batch[0], training=True), batch[1]))
-    again = room.found(micro_batch_size=8)
-    np.testing.assert_array_equal(found[1][0], again[1][0])
-    np.testing.assert_array_equal(state, other.seed_generator.state.numpy())
+def test_seeds_are_drawn_once(fit):
+    loss, results = fit.loss, []
+    for options in ({}, {"micro_batch_size": 8}):
+        dropout = keras.layers.Dropout(0.5, seed=3)
+        fit.loss = lambda batch, drop=dropout: loss((drop(batch[0], training=True), batch[1]))
+        found = fit.found(**options)
+        results.append((found[1][0], dropout.seed_generator.state))
+    for one, other in zip(*results):
+        np.testing.assert_array_equal(one, other)

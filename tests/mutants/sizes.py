@@ -4,7 +4,7 @@ from mutant import Mutant
 
 HELD, COMPILED = "_fit/held.py", "fit/test_auto_compiled.py::test_"
 FIT, LOOPS = "fit/test_auto.py::test_", "loops/test_auto_sizes.py::test_"
-SEARCH_TESTS, CACHE_TESTS = "rooms/test_search.py::test_", "rooms/test_cache.py::test_"
+SEARCH_TESTS = "rooms/test_search.py::test_"
 AUTO, STEPS, SEARCH = "_sizes/finder.py", "_fit/steps.py", "_sizes/search.py"
 OWN_TESTS, EARLY, RUNS = (
     "fit/test_auto_own_steps.py::test_",
@@ -41,7 +41,7 @@ MUTANTS = [
         CUT,
         "return [Run(0, size, (examples + size - 1) // size, static=False)]",
         "return [Run(0, size, examples // size, static=False)]",
-        (FIT + "train_on_batch_and_evaluate",),
+        (FIT + "training_and_testing_in_turns",),
     ),
     Mutant(
         "sizes: looks for speed where the size shows",
@@ -97,7 +97,7 @@ MUTANTS = [
         CACHE,
         ' or entry["key"] != key',
         "",
-        (CACHE_TESTS + "a_damaged_file_is_ignored_with_a_warning",),
+        (FIT + "a_damaged_file_is_ignored_with_a_warning",),
     ),
     Mutant(
         "sizes: draws of tf.random do not show the size",
@@ -111,7 +111,7 @@ MUTANTS = [
         EARLY,
         "            variable.assign(value)\n",
         "            pass\n",
-        (OWN_TESTS + "a_batch_that_runs_out_is_run_again[False]",),
+        (FIT + "a_batch_that_runs_out_is_run_again[own]",),
     ),
     Mutant(
         "sizes: slots of an optimizer that was called early are not kept",
@@ -119,28 +119,28 @@ MUTANTS = [
         "                found += optimizer.variables\n",
         "                pass\n",
         # In a graph, what runs out may do so before the early optimizer has written.
-        (OWN_TESTS + "a_batch_that_runs_out_is_run_again[True]",),
+        (OWN_TESTS + "a_batch_that_runs_out_is_run_again[gan-eager]",),
     ),
     Mutant(
         "sizes: a step of a model's own does not count that its last gradient is there",
         RUNS,
         "            begun = self._begun.assign_add(1)\n",
         "            begun = self._begun.assign_add(0)\n",
-        (OWN_TESTS + "an_optimizer_that_runs_out_is_not_called_again[False]",),
+        (FIT + "an_optimizer_that_runs_out_is_not_called_again[False-own]",),
     ),
     Mutant(
         "sizes: draws of a step of a model's own do not show the size",
         "_own_steps/plan.py",
         " or any(map(is_seed, self.variables))",
         "",
-        (OWN_TESTS + "where_the_size_shows_it_is_only_shrunk[dropout]",),
+        (FIT + "where_the_size_shows_it_is_only_shrunk[own-dropout]",),
     ),
     Mutant(
         "sizes: sizes that grow are taken for the largest at once",
         AUTO,
         "        if engine.is_typical() and not grows:\n",
         "        if engine.is_typical():\n",
-        (OWN_TESTS + "sizes_grow_where_memory_is_watched",),
+        (FIT + "sizes_grow_where_nothing_is_rehearsed[own]",),
     ),
     Mutant(
         "sizes: value_and_gradients looks for speed where the size shows",
@@ -168,7 +168,7 @@ MUTANTS = [
         HELD,
         "                part.assign(value)\n",
         "                pass\n",
-        (COMPILED + "what_a_failed_step_took_with_it_is_put_back",),
+        (COMPILED + "a_batch_that_runs_out_is_run_again[Spoils]",),
     ),
     Mutant(
         "sizes: a counter that XLA took with it says whether a batch may be run again",
@@ -182,7 +182,7 @@ MUTANTS = [
         HELD,
         "        self._fitted.add(kind)\n",
         "        pass\n",
-        (COMPILED + "memory_of_variables_is_kept_once_for_each_kind_of_batch",),
+        (COMPILED + "a_step_that_fitted_before_and_fails_is_not_run_again",),
     ),
     Mutant(
         "sizes: the key of a file has what others leave free",
@@ -224,6 +224,6 @@ MUTANTS = [
         "_fit/auto.py",
         "        return not self._steps.model.jit_compile\n",
         "        return True\n",
-        (COMPILED + "memory_is_watched_where_xla_may_end_the_process",),
+        (COMPILED + "memory_is_watched",),
     ),
 ]

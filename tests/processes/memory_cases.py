@@ -1,10 +1,10 @@
-"""What test_memory.py runs in processes of their own, with as much memory as it likes or with a
+"""What tests of memory run in processes of their own, with as much of it as they like or with a
 limit that the kernel holds: a model whose plain step does not fit.
 
-    python memory_cases.py MIB [compiled]
+    KERAS_BACKEND=torch python memory_cases.py MIB TIMES [compiled]
 
-trains in MIB more than the process has, and prints how far that ends from unlimited training.
-"compiled" trains steps that XLA compiles.
+trains in MIB more than the process has, on batches of TIMES 512 rows, and prints how far that ends
+from unlimited training. "compiled" trains steps that XLA compiles.
 """
 
 import contextlib
@@ -14,11 +14,11 @@ import resource
 import sys
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("JAX_ENABLE_X64", "1")
 os.environ["MACROBATCH_CACHE"] = "0"
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 import macrobatch
 
@@ -31,8 +31,6 @@ def layers_of():
 
 
 def build(optimizer=keras.optimizers.Adam, **options):
-    keras.config.set_floatx("float64")
-    keras.config.set_dtype_policy("float64")
     keras.utils.set_random_seed(0)
     model = layers_of()
     model.compile(optimizer(0.01), "mse", metrics=["mae"], **options)
@@ -44,19 +42,19 @@ def examples(count, length=1):
     return random.normal(size=[count, length, 4]), random.normal(size=[count, length, 1])
 
 
-def from_the_start():
+def from_the_start(times):
     """All batches of one size, of which the first does not fit."""
-    return [examples(512)] * 6
+    return [examples(512 * times)] * 3
 
 
-def longer_in_the_middle():
+def longer_in_the_middle(times):
     """Batches of short examples, which fit, and longer ones later."""
-    return [examples(64)] * 3 + [examples(64, 8)] * 2 + [examples(64)] * 2
+    return [examples(64), *[examples(64, 8 * times)] * 2, examples(64)]
 
 
-def larger_in_the_middle():
+def larger_in_the_middle(times):
     """Batches of some examples, which fit, and larger ones later."""
-    return [examples(64)] * 3 + [examples(512)] * 3
+    return [examples(64)] * 3 + [examples(512 * times)] * 3
 
 
 @contextlib.contextmanager
@@ -75,34 +73,48 @@ def limited(mebibytes):
 
 def fitted(model, batches):
     """Trains on batches that come once. Returns where training ended, and sizes."""
-    types = tuple(tf.TensorSpec([None, None, size], tf.float64) for size in (4, 1))
-    dataset = tf.data.Dataset.from_generator(lambda: iter(batches), output_signature=types)
     options = {"steps_per_epoch": len(batches), "shuffle": False, "verbose": 0}
-    sizes = model.fit(dataset, **options).history.get("micro_batch_size")
-    return [np.array(v.value) for v in [*model.variables, *model.optimizer.variables]], sizes
+    sizes = model.fit((batch for batch in batches), **options).history.get("micro_batch_size")
+    variables = [*model.variables, *model.optimizer.variables]
+    return [np.array(keras.ops.convert_to_numpy(v.value)) for v in variables], sizes
 
 
-def main(mebibytes, **options):
-    tf.config.threading.set_intra_op_parallelism_threads(1)
-    tf.config.threading.set_inter_op_parallelism_threads(1)
+def in_float64():
+    """Prepares the backend: one thread, and float64 that is float64."""
+    keras.config.set_floatx("float64")
+    keras.config.set_dtype_policy("float64")
+    if keras.backend.backend() == "tensorflow":
+        import tensorflow as tf
+
+        tf.config.threading.set_intra_op_parallelism_threads(1)
+        tf.config.threading.set_inter_op_parallelism_threads(1)
+    else:
+        from keras.src.backend.common import dtypes
+
+        dtypes.BIT64_TO_BIT32_DTYPE.update({name: name for name in dtypes.BIT64_TO_BIT32_DTYPE})
+
+
+def main(mebibytes, times, **options):
+    in_float64()
     # XLA itself takes memory for each size. TensorFlow may end the process if there is none left.
-    compiled = [larger_in_the_middle]
-    cases = compiled if options else [from_the_start, longer_in_the_middle]
-    ended, found = {}, {}
+    cases = [larger_in_the_middle] if options else [from_the_start, longer_in_the_middle]
+    ended, found = {}, {"plain": ""}
     # What any training takes once, threads for instance, is taken before the limit. Unlimited
     # training comes last: its address space stays, and plain training would fit in there.
     fitted(build(**options), [examples(8)])
     fitted(macrobatch.accumulate(build(**options), 4), [examples(8)])
     with limited(mebibytes):
         try:  # Without XLA, which would take the weights with it.
-            fitted(build(), from_the_start())
-        except tf.errors.ResourceExhaustedError:
-            found["plain"] = "ran out"
+            fitted(build(), from_the_start(times))
+        except Exception as error:
+            found["plain"] = f"{type(error).__name__}: {error}"[:300]
         for case in cases:
-            ended[case], sizes = fitted(macrobatch.accumulate(build(**options)), case())
-            found[case.__name__] = {"sizes": sizes}
+            batches = case(times)
+            ended[case], sizes = fitted(macrobatch.accumulate(build(**options)), batches)
+            most = max(len(x) for x, _ in batches)
+            found[case.__name__] = {"sizes": sizes, "examples": most}
     for case in cases:
-        expected, _ = fitted(build(**options), case())
+        expected, _ = fitted(build(**options), case(times))
         furthest = max(float(np.abs(a - b).max()) for a, b in zip(ended[case], expected))
         found[case.__name__]["difference"] = furthest
     print(json.dumps(found))
@@ -110,4 +122,4 @@ def main(mebibytes, **options):
 
 if __name__ == "__main__":
     compiled = {"jit_compile": True, "optimizer": keras.optimizers.SGD}
-    main(int(sys.argv[1]), **(compiled if "compiled" in sys.argv else {}))
+    main(*map(int, sys.argv[1:3]), **(compiled if "compiled" in sys.argv else {}))

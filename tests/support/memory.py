@@ -3,19 +3,36 @@
 The fixtures `room`, `counted` and `clock` of conftest.py put them in place.
 """
 
+from types import SimpleNamespace
+
 import keras
 import numpy as np
-from support import BACKEND
+
+from support import BACKEND, inside
+
+if BACKEND == "tensorflow":
+    import tensorflow as tf
+    from tensorflow import errors
+
+    OutOfMemory = errors.ResourceExhaustedError
+elif BACKEND == "jax":
+    import jax
+    from jax import errors
+
+    OutOfMemory = errors.JaxRuntimeError
+else:
+    import torch as errors
+
+    OutOfMemory = errors.OutOfMemoryError
 
 MIB = 2**20
 BASE = 64 * MIB  # what a process has before any batch
 
 
 def ran_out(size):
-    """The error that a backend has for it, where a layer of Python is run."""
+    """The error of a function that a backend calls. The backend makes one of its own of it."""
     if BACKEND == "torch":
         return RuntimeError(f"DefaultCPUAllocator: can't allocate memory: no room for {size}")
-    # ResourceExhaustedError outside of a graph of TensorFlow, JaxRuntimeError outside of JAX.
     return MemoryError(f"RESOURCE_EXHAUSTED: no room for {size}")
 
 
@@ -70,8 +87,6 @@ def taken(values):
         return values if values.device.type == "meta" else Room.take(values)
     if BACKEND == "jax":
         return _taken_on_jax(values)
-    import tensorflow as tf
-
     if tf.executing_eagerly():
         return Room.take(values)
     with tf.control_dependencies([tf.py_function(Room.take, [values], values.dtype)]):
@@ -79,8 +94,6 @@ def taken(values):
 
 
 def _taken_on_jax(values):
-    import jax
-
     @jax.custom_jvp
     def identity(values):
         shape = jax.ShapeDtypeStruct(values.shape, values.dtype)
@@ -115,3 +128,44 @@ class Counter:
 def limit_for(numbers):
     """A memory_limit that has room for so many numbers, and a twentieth that stays free."""
     return int((BASE + MIB * numbers) / 0.95)
+
+
+def run_each_time(function):
+    """Runs a function whenever a step is run; on JAX, when it is traced."""
+    if BACKEND == "tensorflow" and not tf.executing_eagerly():
+        tf.py_function(function, [], [])
+    else:
+        function()
+
+
+def pretend_gpu(monkeypatch, size):
+    """Computes on a GPU of a size, whose memory `Room` takes. If that is None, it tells nothing."""
+    counter = Counter()
+    if BACKEND == "tensorflow":
+        gpu = tf.config.list_logical_devices("CPU")[0]
+        sizes = [SimpleNamespace(memory_limit=size // MIB)] if size else []
+        monkeypatch.setattr(tf.config, "list_physical_devices", lambda kind=None: [gpu])
+        monkeypatch.setattr(tf.config, "get_logical_device_configuration", lambda gpu: sizes)
+        tells = {
+            "get_device_details": lambda gpu: {"device_name": "A GPU"},
+            "get_memory_info": lambda name: {"current": counter.now(), "peak": counter.read()},
+            "reset_memory_stats": lambda name: counter.reset(),
+        }
+        for name, function in tells.items():
+            monkeypatch.setattr(tf.config.experimental, name, function)
+    elif BACKEND == "jax":
+
+        def memory_stats():
+            used = {"bytes_in_use": counter.now(), "peak_bytes_in_use": counter.read()}
+            return {**used, "bytes_limit": size} if size else None
+
+        gpu = SimpleNamespace(device_kind="A GPU", memory_stats=memory_stats)
+    else:
+        gpu = SimpleNamespace(__name__="torch.cuda", memory_allocated=counter.now)
+        gpu.synchronize = gpu.empty_cache = gpu.current_device = lambda: 0
+        if size:
+            gpu.get_device_name = lambda: "A GPU"
+            gpu.get_device_properties = lambda device: SimpleNamespace(total_memory=size)
+            gpu.max_memory_allocated = counter.read
+            gpu.reset_peak_memory_stats = counter.reset
+    inside.pretend_gpus(monkeypatch, [gpu])
