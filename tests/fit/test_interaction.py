@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from keras import layers, ops
 from support import BACKEND, MODES, TRIAL, array, mirrored, only_on, slow_on, thorough, thorough_for
-from support.inside import skip_interaction_check
+from support.inside import make_running_out_an_error, skip_interaction_check
 from support.interaction import ByNumber, Centred, of_number
 from support.interaction import contrastive as of_diagonal
 
@@ -827,6 +827,40 @@ def test_the_check_writes_nothing(fails):
     layer = noted(fails)
     assert said_of(build(layer), run_eagerly=False).keys() == ({"unknown"} if fails else set())
     assert int(layer.calls) == 4  # in a batch of four micro-batches
+
+
+@slow_on("jax")
+def test_a_check_of_sequences_has_no_more_tokens_than_a_micro_batch(monkeypatch):
+    """Of short sequences it takes 16 at a time. Here 16 do not fit, of a size that is found."""
+    make_running_out_an_error(monkeypatch)
+    sizes = []
+
+    class Room(layers.Layer):
+        is_full, supports_masking = False, True
+
+        def compute_output_spec(self, x):
+            return keras.KerasTensor(x.shape, x.dtype)
+
+        def call(self, x):
+            if self.is_full:
+                sizes.append(x.shape[0])
+                if sizes[-1] * x.shape[1] > 64:
+                    raise MemoryError
+            return x
+
+    def run(model):
+        model.train_on_batch(tokens[:1], labels[:1])  # which builds all, and is too small to check
+        room.is_full = True
+        model.train_on_batch(tokens, labels)
+
+    tokens, room = np.random.default_rng(2).integers(1, 9, [24, 12]), Room()
+    labels = tokens[..., None] * NORMAL[:, :1, None]
+    parts = [layers.Embedding(9, 3, mask_zero=True), room, layers.Dense(1)]
+    model = keras.Sequential([keras.Input([None], dtype="int32"), *parts])
+    cut = {"micro_batch_tokens": "auto", "sequence_axis": 1}
+    assert said_of(model, cut=cut, run=run, run_eagerly=True) == {}
+    assert {24, 21, 10, 5} <= set(sizes)  # as many as are 288, 256, 128 and 64 tokens
+    assert 16 not in sizes
 
 
 @on_tensorflow

@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import pytest
-from support import BACKEND, array, build_pair, mirrored, thorough
+from support import BACKEND, array, build_pair, mirrored, slow_on
 
 import macrobatch
 
@@ -58,13 +58,10 @@ def test_the_size_that_auto_has_found():
     assert 1 <= size <= 8  # compiled sizes are powers of two
 
 
-SLOW = () if BACKEND == "tensorflow" else thorough
-
-
-@pytest.mark.parametrize("sizes", [pytest.param({True: 16, False: 12}, marks=SLOW)])
-def test_sizes_are_powers_of_two_only_where_they_are_compiled(sizes):
+@slow_on("jax", "torch")
+def test_sizes_are_powers_of_two_only_where_they_are_compiled():
     model = macrobatch.accumulate(model_of())
-    for is_compiled, size in sizes.items():
+    for is_compiled, size in ((True, 16), (False, 12)):
         model.compile("sgd", "mse", jit_compile=is_compiled)
         assert model.fit(X, Y, batch_size=12, verbose=0).history["micro_batch_size"] == [size]
 

@@ -95,10 +95,11 @@ class FirstBatch:
 
     def _size_of(self, batch: Batch) -> int:
         """The number of examples in a micro-batch of the trial."""
-        size, axis = meeting.size_of(self._cut.size or meeting.MOST), self._cut.axis
-        if self._cut.tokens is None or axis is None:
+        examples, tokens = self._cut.now()  # One that is found may be small for want of memory.
+        size, axis = meeting.size_of(examples or meeting.MOST), self._cut.axis
+        if tokens is None or axis is None:
             return size
         # Examples are as long here as the longest of the batch.
         there = [leaf for leaf in tree.flatten(batch) if leaf is not None and leaf.ndim > axis]
         longest = max([1, *(int(leaf.shape[axis]) for leaf in there)])
-        return max(2, min(size, self._cut.tokens // longest))
+        return max(2, min(size, tokens // longest))
