@@ -4,7 +4,7 @@ from mutant import Mutant
 
 LIMIT, PEAKS = "_sizes/limit.py", "_sizes/peaks.py"
 SEARCH, TRIAL, UNCHANGED = "_plan/search.py", "_plan/trial.py", "_no_trace/unchanged.py"
-OF_LIMIT, OF_PEAKS = "rooms/test_limit.py::test_", "rooms/test_peaks.py::test_"
+OF_LIMIT, OF_PEAKS = "units/test_limits.py::test_", "units/test_sizes.py::test_"
 OF_PLAN, OF_COMMAND = "fit/test_plan.py::test_", "processes/test_commands.py::test_"
 
 MUTANTS = [
@@ -48,28 +48,28 @@ MUTANTS = [
         PEAKS,
         '                file.write("5")\n',
         "                pass\n",
-        (OF_PEAKS + "the_high_water_mark_of_a_process",),
+        (OF_PLAN + "what_was_taken_before_does_not_count",),
     ),
     Mutant(
         "peaks: a slope below zero",
         PEAKS,
         "slopes, bases = [0.0], ",
         "slopes, bases = [-1e9], ",
-        (OF_PEAKS + "the_slope_is_at_least_zero_and_the_base_what_was_there",),
+        (OF_PEAKS + "the_line_through_peaks",),
     ),
     Mutant(
         "peaks: the last part of the line does not count",
         PEAKS,
         "slopes += [_least_squares(sizes, peaks), last]",
         "slopes += [_least_squares(sizes, peaks)]",
-        (OF_PEAKS + "the_last_part_counts_if_it_is_steeper",),
+        (OF_PEAKS + "the_line_through_peaks",),
     ),
     Mutant(
         "peaks: the line starts at what was there before",
         PEAKS,
         "base = max(bases)",
         "base = bases[0]",
-        (OF_PEAKS + "points_on_a_line",),
+        (OF_PEAKS + "the_line_through_peaks",),
     ),
     Mutant(
         "peaks: growth is taken as it is",

@@ -4,7 +4,7 @@ from mutant import Mutant
 
 HELD, COMPILED = "_fit/held.py", "fit/test_auto_compiled.py::test_"
 FIT, LOOPS = "fit/test_auto.py::test_", "loops/test_auto_sizes.py::test_"
-SEARCH_TESTS = "rooms/test_search.py::test_"
+SEARCH_TESTS = "units/test_sizes.py::test_"
 AUTO, STEPS, SEARCH = "_sizes/finder.py", "_fit/steps.py", "_sizes/search.py"
 OWN_TESTS, EARLY, RUNS = (
     "fit/test_auto_own_steps.py::test_",

@@ -1,8 +1,6 @@
 """How much memory there may be, from folders that look like /proc and /sys/fs/cgroup."""
 
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -80,32 +78,19 @@ def test_bad_limits(given):
     assert repr(given) in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("size", "expected"),
-    [
-        (0, "0 B"),
-        (1023, "1023 B"),
-        (5 * MIB, "5 MiB"),
-        (999 * MIB, "999 MiB"),
-        (1023 * MIB, "1023 MiB"),
-        (6 * GIB, "6 GiB"),
-        (6.25 * GIB, "6.25 GiB"),
-        (100 * GIB, "100 GiB"),
-    ],
-)
-def test_sizes_as_people_read_them(size, expected):
-    assert limit.shown(size) == expected
-
-
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
     """A machine of 16 GiB, 10 of them available, and a process that has 1 GiB of its own."""
     monkeypatch.setattr(limit, "address_space", lambda: None)
-    write(tmp_path / "proc/meminfo", f"MemTotal: {16 * MIB} kB\nMemAvailable:   {10 * MIB} kB\n")
+    write_meminfo(tmp_path, 10 * MIB)
     kb = {"VmSize": 5 * MIB, "VmHWM": 3 * MIB, "VmRSS": 2 * MIB, "RssAnon": OWN // 1024}
     lines = [f"{name}:\t {size} kB\n" for name, size in kb.items()]
     write(tmp_path / "proc/self/status", "Name:\tpython\n" + "".join(lines))
     return Machine(str(tmp_path / "proc"), str(tmp_path / "cgroup"), "linux")
+
+
+def write_meminfo(folder, available):
+    write(folder / "proc/meminfo", f"MemTotal: {16 * MIB} kB\nMemAvailable: {available} kB\n")
 
 
 def write(path, text):
@@ -115,17 +100,11 @@ def write(path, text):
 
 def group(folder, limits, used, files=0, version=2):
     """A control group. `files` bytes of what it uses are pages of files."""
-    names = (
-        ("memory.max", "memory.current")
-        if version == 2
-        else (
-            "memory.limit_in_bytes",
-            "memory.usage_in_bytes",
-        )
-    )
-    prefix = "" if version == 2 else "total_"
-    write(folder / names[0], f"{limits}\n")
-    write(folder / names[1], f"{used}\n")
+    most, current, prefix = ("memory.max", "memory.current", "")
+    if version == 1:
+        most, current, prefix = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+    write(folder / most, f"{limits}\n")
+    write(folder / current, f"{used}\n")
     write(folder / "memory.stat", f"anon 7\n{prefix}inactive_file {files}\n{prefix}active_file 0\n")
 
 
@@ -134,15 +113,11 @@ def test_what_this_process_has_is_its_own(machine):
     assert found.bytes == 10 * GIB + OWN
     assert "the machine" in found.source
 
-
-def test_fractions_are_of_what_is_there(machine):
-    half, all_of_it = limit.memory_limit("50%", machine), limit.memory_limit(None, machine)
-    assert half.bytes == all_of_it.bytes // 2
+    half = limit.memory_limit("50%", machine)
+    assert half.bytes == found.bytes // 2
     assert "50%" in half.source
     assert "less what others use" in half.source
-
-
-def test_bytes_count_as_they_are(machine):
+    # Bytes count as they are.
     assert limit.memory_limit("12GiB", machine) == Limit(12 * GIB, "memory_limit='12GiB'")
     with pytest.raises(ValueError, match=r"not be more than there is, 16 GiB. Received: .*'17GiB'"):
         limit.memory_limit("17GiB", machine)
@@ -192,20 +167,6 @@ def test_a_limit_of_addresses(machine, monkeypatch):
     assert limit.running_out_is_an_error(on_gpu=False)
 
 
-def test_a_real_limit_of_addresses():
-    code = (
-        "import resource; from macrobatch._sizes import limit; print(limit.address_space()); "
-        "resource.setrlimit(resource.RLIMIT_AS, (2**33, -1)); print(limit.address_space())"
-    )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["None", str(2**33)]
-
-
-def test_this_machine_says_something():
-    found = limit.memory_limit(None)
-    assert 100 * MIB < found.bytes <= limit.memory_limit(1.0).bytes * 1.5
-
-
 def test_other_systems(tmp_path, monkeypatch):
     elsewhere = Machine(str(tmp_path), str(tmp_path), "darwin")
     pages = {"SC_PHYS_PAGES": 4 * MIB, "SC_PAGE_SIZE": 4096}
@@ -220,9 +181,8 @@ def test_other_systems(tmp_path, monkeypatch):
 
 
 def test_what_there_is_in_all(machine, tmp_path, monkeypatch):
-    monkeypatch.setattr(limit, "address_space", lambda: None)
     whole = limit.in_all(None, machine)
-    write(tmp_path / "proc/meminfo", f"MemTotal: {16 * MIB} kB\nMemAvailable:   {3 * MIB} kB\n")
+    write_meminfo(tmp_path, 3 * MIB)
     assert limit.in_all(None, machine) == whole == 16 * GIB
     assert limit.in_all(0.5, machine) == whole // 2
     assert limit.in_all("3MiB", machine) == 3 * 2**20
@@ -233,14 +193,6 @@ def test_what_there_is_in_all(machine, tmp_path, monkeypatch):
 
 
 def test_a_device():
-    assert limit.memory_limit(None, of_device=8 * GIB).bytes == 8 * GIB
     assert limit.memory_limit(0.25, of_device=8 * GIB).bytes == 2 * GIB
     with pytest.raises(ValueError, match="more than there is, 8 GiB"):
         limit.memory_limit("9GiB", of_device=8 * GIB)
-
-
-def test_less_than_is_there_already():
-    given = Limit(2 * GIB, "memory_limit='2GiB'")
-    limit.check_room(given, GIB, "TensorFlow and the weights")
-    with pytest.raises(ValueError, match="must be more than what TensorFlow and the weights take"):
-        limit.check_room(given, 2 * GIB, "TensorFlow and the weights")
