@@ -234,8 +234,11 @@ def test_a_patch_is_for_its_thread_and_knows_itself():
     inner = Place.double
     Place.double = staticmethod(functools.wraps(inner)(lambda x: inner(x) + 100))
     with patch(1):
-        assert Place.double(3) in (107, 108)
+        assert Place.double(3) == 107
     assert Place.double(3) == 106
+    Place.double = staticmethod(inner)
+    with patch(1):
+        assert Place.double(3) == 7
 
 
 def test_calls_of_layers_and_operations():

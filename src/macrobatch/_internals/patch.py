@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import threading
-from typing import Any, Callable, Iterator
+from typing import Any, Callable, Iterator, List
 
 
 class Patch:
@@ -18,6 +18,7 @@ class Patch:
         self._local = threading.local()
         self._installing = threading.Lock()
         self._installed: Any = None
+        self._made: List[Any] = []
 
     @contextlib.contextmanager
     def __call__(self, value: Any = True) -> Iterator[None]:
@@ -48,11 +49,15 @@ class Patch:
         place = self._place()
         with self._installing:
             function = getattr(place, self._name)
-            if function is self._installed:
+            # Whoever put a function of their own over one of these may have taken it off again.
+            if any(function is made for made in self._made):
+                self._installed = function
                 return
 
             @functools.wraps(function)
             def call(*args: Any, **kwargs: Any) -> Any:
+                if self._installed is not call:  # There is another one over somebody else's.
+                    return function(*args, **kwargs)
                 value = getattr(self._local, "value", None)
                 other = getattr(self._local, "other", None)
                 plain = function if other is None else functools.partial(other, function)
@@ -61,4 +66,5 @@ class Patch:
                 return self._instead(plain, value, *args, **kwargs)
 
             self._installed = call
+            self._made.append(call)
             setattr(place, self._name, call)
