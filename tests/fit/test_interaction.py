@@ -19,7 +19,13 @@ import macrobatch
 from macrobatch import ExactnessWarning
 
 FEATURES, CLASSES = 6, 3
-pytestmark = pytest.mark.examples_meet
+pytestmark = [
+    pytest.mark.examples_meet,
+    # JAX has float32 sums in a float64 model. On torch, layers draw, or do not compile.
+    pytest.mark.filterwarnings("ignore:Some donated buffers"),
+    pytest.mark.filterwarnings("ignore:jit_compile=True has no effect"),
+    pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning"),
+]
 
 
 def data(examples=24, seed=0):
@@ -519,11 +525,12 @@ for name in (
     *("correlation", "dice", "layer-mean", "attention", "router"),
 ):
     expected, make, options = CASES[name]
-    CASES[f"{name}-alone"] = expected, make, {**options, "size": 1}
-# An example alone has no other of its class: the weights become NaN.
-CASES["supervised_contrastive-alone"] = (
-    {"unknown": "NaN"},
-    *CASES["supervised_contrastive-alone"][1:],
+    CASES[f"{name}-alone"] = {**expected}, make, {**options, "size": 1}
+# An example alone has no other of its class: the weights become NaN. Compiled, JAX tries losses
+# with predictions that are made up.
+CASES["supervised_contrastive-alone"][0].clear()
+CASES["supervised_contrastive-alone"][0].update(
+    {"unknown": "NaN", **({BY_NUMBER: "supervised_contrastive"} if BACKEND == "jax" else {})}
 )
 
 # JAX compiles each step. Of each kind, one is for every day.
@@ -546,7 +553,6 @@ def marks_of(name):
     "ignore:Nothing is being accumulated",
     "ignore:Gradients do not exist",  # An expert may be idle.
     "ignore:You are using a softmax",  # over a single example
-    "ignore:Some donated buffers",  # JAX has float32 sums in a float64 model.
 )
 @pytest.mark.parametrize("name", [pytest.param(n, marks=marks_of(n)) for n in CASES])
 def test_what_is_said(name):
@@ -611,10 +617,10 @@ def test_rounding(policy):
     keras.config.set_dtype_policy(policy)
     of_rows, of_sizes = TOLERANCES[policy]
 
-    def said(function=lambda x: x, loss=squares, **options):
+    def said(function=lambda x: x, loss=squares):
         hidden = [layers.Dense(32, activation="relu") for _ in range(3)]
         model = build(*hidden, layers.Dropout(0.2), culprit(function))
-        return said_of(model, y=NORMAL, loss=loss, size=16, **options)
+        return said_of(model, y=NORMAL, loss=loss, size=16, **SIZED)
 
     def of_all(part):
         return lambda x: x + part * of_rows * ops.sum(x)
@@ -625,9 +631,9 @@ def test_rounding(policy):
     def losses(part):
         return lambda y_true, y_pred: of_size(part)(squares(y_true, y_pred))
 
-    assert said(of_all(0.01)) == said(of_size(0.6), **SIZED) == said(loss=losses(0.6)) == {}
+    assert said(of_all(0.01)) == said(of_size(0.6)) == said(loss=losses(0.6)) == {}
     assert said(of_all(10)) == LAYER
-    assert said(of_size(2), **SIZED) == SIZED_LAYER
+    assert said(of_size(2)) == SIZED_LAYER
     assert said(loss=losses(2)) == {BY_NUMBER: "lambda"}
 
 
@@ -660,7 +666,6 @@ def fitting(x=X, y=Y, **options):
 
 
 @thorough_for("layer", "graph", *(["eager", "not"] if BACKEND == "jax" else ["compiled"]))
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("place", ["loss", "layer"])
 def test_modes(mode, place):

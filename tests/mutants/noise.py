@@ -2,7 +2,7 @@
 
 from mutant import Mutant
 
-FIT, ROOM = "fit/test_noise_scale.py::", "rooms/test_noise.py::"
+FIT = "fit/test_noise_scale.py::"
 BY_HAND = FIT + "test_as_written_out"
 ARITHMETIC, METER, STEPS = "_keras/noise.py", "_noise/meter.py", "_fit/noise.py"
 
@@ -12,28 +12,28 @@ MUTANTS = [
         ARITHMETIC,
         "found.examples / (found.micro_batches - 1)",
         "found.examples / found.micro_batches",
-        (ROOM + "test_the_pair_has_no_bias",),
+        (FIT + "test_a_noise_scale_that_is_known",),
     ),
     Mutant(
         "noise scale: the noise of the batch left in its signal",
         ARITHMETIC,
         "return noise, found.whole - noise / found.examples",
         "return noise, found.whole",
-        (FIT + "test_a_noise_scale_that_is_known",),
+        (BY_HAND + "[eager]",),
     ),
     Mutant(
         "noise scale: what is not finite counts",
         ARITHMETIC,
         "counts = ops.logical_and(is_measured, ops.isfinite(signal))",
         "counts = is_measured",
-        (ROOM + "test_what_tells_nothing_does_not_count",),
+        (FIT + "test_batches_that_tell_nothing",),
     ),
     Mutant(
         "noise scale: updates that are not measured count",
         ARITHMETIC,
         "counts = ops.logical_and(is_measured, ops.isfinite(signal))",
         "counts = ops.isfinite(signal)",
-        (ROOM + "test_updates_that_are_not_measured_are_counted_only",),
+        (FIT + "test_updates_that_are_not_measured_run_a_function_of_their_own",),
     ),
     Mutant(
         "noise scale: micro-batches weigh the same",
@@ -61,14 +61,14 @@ MUTANTS = [
         STEPS,
         "of_all = [sums.scaled(each, float(replicas.count())) for each in penalties]",
         "of_all = penalties",
-        (BY_HAND + "[replicas]",),
+        (BY_HAND + "[devices]",),
     ),
     Mutant(
         "noise scale: micro-batches of one replica",
         METER,
         "(sum_of_all,) = replicas.sum_over_replicas([tf.stack([apart, count])])",
         "sum_of_all = tf.stack([apart, count])",
-        (BY_HAND + "[replicas]",),
+        (BY_HAND + "[devices]",),
     ),
     Mutant(
         "noise scale: the loss scale stays in",
