@@ -8,39 +8,28 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from keras import layers
 from support import thorough_for
+from support.loops import (
+    MODES,
+    accumulated,
+    assert_close,
+    call,
+    check,
+    of_one_tape,
+    squares_of,
+    updated,
+)
 
 import macrobatch
 from macrobatch import value_and_gradients
 
-MODES = ["eager", "graph", "unknown size", "compiled", "compiled, unknown size"]
+NUMBERS = tf.range(5, dtype=tf.float64)
+in_each_mode = pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
+with_python = pytest.mark.parametrize("mode", ["eager", "graph"])
 
 
-def call(mode, function, batch):
-    """Calls a function of a batch: eagerly, in a graph that may know its size, or compiled."""
-    if mode == "eager":
-        return function(batch)
-    signature = None
-    if "unknown" in mode:
-        signature = [tf.nest.map_structure(_unknown_size, batch)]
-    return tf.function(function, signature, jit_compile="compiled" in mode)(batch)
-
-
-def _unknown_size(tensor):
-    if tf.is_tensor(tensor) and not isinstance(tensor, tf.Tensor):
-        return tf.type_spec_from_value(tensor)
-    return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype)
-
-
-def dense(gradient):
-    return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
-
-
-def assert_close(actual, expected, tolerance=1e-10):
-    for a, b in zip(tf.nest.flatten(actual), tf.nest.flatten(expected)):
-        if a is None or b is None:
-            assert a is b
-        else:
-            np.testing.assert_allclose(dense(a), dense(b), rtol=tolerance, atol=tolerance)
+@pytest.fixture
+def v():
+    return tf.Variable(2.0, dtype=tf.float64)
 
 
 def data(examples=7, tokens=4, seed=0):
@@ -52,6 +41,12 @@ def data(examples=7, tokens=4, seed=0):
     return tuple(tf.constant(t) for t in (x, y, weights))
 
 
+def table(examples=7, seed=0, dtype=tf.float64):
+    """Rows of three numbers, and a target for each."""
+    x, y, _ = data(examples, seed=seed)
+    return tf.cast(x[:, 0], dtype), tf.cast(y[:, :1], dtype)
+
+
 def linear():
     return [tf.Variable(np.linspace(-1, 1, 3)), tf.Variable(0.5, dtype=tf.float64)]
 
@@ -61,68 +56,37 @@ def token_losses(variables, x, y):
     return (tf.linalg.matvec(x, kernel) + bias - y) ** 2
 
 
-# What loss_fn returns for a micro-batch, and the loss of the whole batch that it stands for.
+# What loss_fn returns.
 FORMS = {
-    "losses": (lambda losses, _: losses, lambda losses, _: tf.reduce_mean(losses)),
-    "losses per example": (
-        lambda losses, _: tf.reduce_sum(losses, 1),
-        lambda losses, _: tf.reduce_mean(tf.reduce_sum(losses, 1)),
-    ),
-    "losses and weights": (
-        lambda losses, weights: (losses, weights),
-        lambda losses, weights: tf.reduce_sum(losses * weights) / tf.reduce_sum(weights),
-    ),
-    "scalar": (lambda losses, _: tf.reduce_mean(losses), lambda losses, _: tf.reduce_mean(losses)),
-    "scalar and weight": (
-        lambda losses, weights: (
-            tf.reduce_sum(losses * weights) / tf.reduce_sum(weights),  # may be 0 / 0
-            tf.reduce_sum(weights),
-        ),
-        lambda losses, weights: tf.reduce_sum(losses * weights) / tf.reduce_sum(weights),
+    "losses": lambda losses, _: losses,
+    "losses per example": lambda losses, _: tf.reduce_sum(losses, 1),
+    "losses and weights": lambda losses, weights: (losses, weights),
+    "scalar": lambda losses, _: tf.reduce_mean(losses),
+    "scalar and weight": lambda losses, weights: (
+        tf.reduce_sum(losses * weights) / tf.reduce_sum(weights),  # may be 0 / 0
+        tf.reduce_sum(weights),
     ),
 }
 
 
-def check_form(form, mode, micro_batch_size, batch):
-    returned, whole = FORMS[form]
+def loss_of(form, variables):
+    return lambda batch: FORMS[form](token_losses(variables, *batch[:2]), batch[2])
+
+
+def check_form(form, mode, size, batch):
     variables = linear()
-
-    def loss_fn(micro_batch):
-        x, y, weights = micro_batch
-        return returned(token_losses(variables, x, y), weights)
-
-    def accumulated(batch):
-        return value_and_gradients(loss_fn, variables, batch, micro_batch_size=micro_batch_size)
-
-    with tf.GradientTape() as tape:
-        expected = whole(token_losses(variables, *batch[:2]), batch[2])
-    assert_close(call(mode, accumulated, batch), (expected, tape.gradient(expected, variables)))
+    check(mode, loss_of(form, variables), variables, batch, size)
 
 
-@thorough_for(
-    "losses and weights-compiled",
-    "losses and weights-compiled, unknown size",
-    "losses per example-compiled",
-    "losses per example-compiled, unknown size",
-    "losses-compiled",
-    "losses-compiled, unknown size",
-    "scalar and weight-compiled",
-    "scalar and weight-compiled, unknown size",
-    "scalar-compiled",
-    "scalar-compiled, unknown size",
+@thorough_for("3-compiled", "1-compiled", "9-compiled")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    ("form", "size"),
+    [*((form, 3) for form in FORMS), *(("losses and weights", size) for size in (1, 7, 9))],
 )
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("form", FORMS)
-def test_each_form_of_loss(form, mode):
-    check_form(form, mode, 3, data())
-
-
-@thorough_for("1-compiled", "9-compiled")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("micro_batch_size", [1, 7, 9])
-def test_each_size(micro_batch_size, mode):
+def test_each_form_of_loss_and_each_size(form, size, mode):
     """One by one, the batch at once, and more than there are."""
-    check_form("losses and weights", mode, micro_batch_size, data())
+    check_form(form, mode, size, data())
 
 
 @settings(max_examples=25, deadline=None)
@@ -131,31 +95,22 @@ def test_each_size(micro_batch_size, mode):
     mode=st.sampled_from(["eager", "graph"]),
     examples=st.integers(1, 9),
     tokens=st.integers(1, 4),
-    micro_batch_size=st.integers(1, 10),
+    size=st.integers(1, 10),
     seed=st.integers(0, 1000),
 )
-def test_any_batch(form, mode, examples, tokens, micro_batch_size, seed):
-    check_form(form, mode, micro_batch_size, data(examples, tokens, seed))
+def test_any_batch(form, mode, examples, tokens, size, seed):
+    check_form(form, mode, size, data(examples, tokens, seed))
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
+@in_each_mode
 def test_a_batch_without_any_weight_is_0(mode):
     x, y, weights = data()
     variables = linear()
-    returned, _ = FORMS["scalar and weight"]
-
-    def accumulated(batch):
-        return value_and_gradients(
-            lambda b: returned(token_losses(variables, *b[:2]), b[2]),
-            variables,
-            batch,
-            micro_batch_size=3,
-        )
-
-    assert_close(call(mode, accumulated, (x, y, 0 * weights)), (0.0, [np.zeros(3), np.zeros([])]))
+    step = accumulated(loss_of("scalar and weight", variables), variables)
+    assert_close(call(mode, step, (x, y, 0 * weights)), (0.0, [np.zeros(3), np.zeros([])]))
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
+@in_each_mode
 @pytest.mark.parametrize("start", [0, 3])
 def test_a_micro_batch_without_any_weight_does_not_count(start, mode):
     """Its scalar is 0 / 0, and so are the gradients of it."""
@@ -163,6 +118,38 @@ def test_a_micro_batch_without_any_weight_does_not_count(start, mode):
     there = np.ones_like(weights)
     there[start : start + 3] = 0
     check_form("scalar and weight", mode, 3, (x, y, weights * there))
+
+
+@thorough_for("unknown size", "scalar and weight-compiled")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("form", ["losses and weights", "scalar and weight"])
+def test_weights_that_are_learned(form, mode):
+    variables = linear()
+
+    def loss_fn(batch):
+        losses = token_losses(variables, *batch)
+        return FORMS[form](losses, tf.exp(-losses * variables[1]))
+
+    check(mode, loss_fn, variables, data()[:2])
+
+
+def test_weights_beyond_the_range_of_float32(v):
+    def loss_fn(x):
+        return v * tf.reduce_mean(x), 1e60 * tf.cast(tf.size(x), tf.float64)
+
+    assert_close(accumulated(loss_fn, v, 2)(NUMBERS + 1), (6.0, 3.0))
+
+
+def test_a_python_number_is_not_rounded_to_float32(v):
+    weights = iter([0.1, 0.3])
+    step = accumulated(lambda x: (v * tf.reduce_mean(x), next(weights)), v, 2)
+    loss, gradient = step(tf.constant([1.0, 1.0, 5.0, 5.0], tf.float64))
+    expected = (0.1 * 1 + 0.3 * 5) / (0.1 + 0.3)
+    np.testing.assert_allclose(gradient, expected, rtol=1e-15)
+    np.testing.assert_allclose(loss, 2 * expected, rtol=1e-15)
+
+
+# Loops
 
 
 @thorough_for("compiled", "eager-Adam", "graph-Adam")
@@ -173,34 +160,121 @@ def test_a_micro_batch_without_any_weight_does_not_count(start, mode):
 def test_the_textbook_loop(mode, optimizer):
     def model():
         keras.utils.set_random_seed(1)
-        regularizer = keras.regularizers.L2(0.01)
-        hidden = layers.Dense(5, "tanh", kernel_regularizer=regularizer)
+        hidden = layers.Dense(5, "tanh", kernel_regularizer=keras.regularizers.L2(0.01))
         return keras.Sequential([keras.Input([4, 3]), hidden, layers.Dense(1)])
 
-    mse = keras.losses.MeanSquaredError(reduction=None)
-    plain, accumulated = model(), model()
-    textbook, ours = (getattr(keras.optimizers, optimizer)(0.1) for _ in range(2))
-    weights = accumulated.trainable_variables
-
-    def loss_fn(micro_batch):
-        x, y = micro_batch
-        return mse(y[..., None], accumulated(x, training=True)) + sum(accumulated.losses)
-
-    def step(batch):
-        loss, gradients = value_and_gradients(loss_fn, weights, batch, micro_batch_size=3)
-        ours.apply(gradients, weights)
-        return loss
-
+    plain, ours = model(), model()
+    optimizers = [getattr(keras.optimizers, optimizer)(0.1) for _ in range(2)]
+    weights = ours.trainable_variables
+    step = updated(accumulated(squares_of(ours), weights), optimizers[1], weights)
     if mode != "eager":
         step = tf.function(step, jit_compile=mode == "compiled")
     for seed, examples in enumerate([8, 8, 5, 8]):  # a smaller batch among them
         x, y, _ = data(examples, seed=seed)
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean(mse(y[..., None], plain(x, training=True))) + sum(plain.losses)
-        textbook.apply(tape.gradient(loss, plain.trainable_variables), plain.trainable_variables)
-        assert_close(step((x, y)), loss)
-        assert_close(accumulated.variables, plain.variables)
-    assert_close(ours.variables, textbook.variables)
+        batch, weights = (x, y[..., None]), plain.trainable_variables
+        loss, gradients = of_one_tape(squares_of(plain), weights, batch)
+        optimizers[0].apply(gradients, weights)
+        assert_close(step(batch), loss)
+        assert_close(ours.variables, plain.variables)
+    assert_close(optimizers[1].variables, optimizers[0].variables)
+
+
+def test_in_a_train_step_of_a_model():
+    """What the error for models with a train_step of their own recommends."""
+
+    class Model(keras.Model):
+        def train_step(self, batch):
+            weights = self.trainable_variables
+            step = updated(accumulated(squares_of(self), weights), self.optimizer, weights)
+            return {"loss": step(batch)}
+
+    x, y, _ = data(8)
+    models = []
+    for kind in (keras.Model, Model):
+        keras.utils.set_random_seed(4)
+        inputs = keras.Input([4, 3])
+        model = kind(inputs, layers.Dense(1)(inputs))
+        model.compile(keras.optimizers.Adam(0.1), "mse")
+        model.fit(x, y[..., None], batch_size=5, epochs=2, shuffle=False, verbose=0)
+        models.append(model)
+    assert_close(models[1].variables, models[0].variables)
+
+
+class Linear(tf.Module):
+    def __init__(self):
+        super().__init__()
+        self.kernel = tf.Variable(np.linspace(-1, 1, 3)[:, None])
+
+    def __call__(self, x):
+        return x @ self.kernel
+
+
+def test_modules():
+    model = Linear()
+    check("eager", lambda x: model(x) ** 2, model.trainable_variables, table()[0])
+
+
+@thorough_for("compiled")
+@in_each_mode
+def test_tf_keras(mode):
+    tf_keras = pytest.importorskip("tf_keras")
+    model = tf_keras.Sequential(
+        [tf_keras.layers.Dense(4, "tanh"), tf_keras.layers.Dense(1, kernel_regularizer="l2")]
+    )
+    batch = table(dtype=tf.float32)
+    model(batch[0])
+
+    def loss_fn(micro_batch):
+        x, y = micro_batch
+        return tf_keras.losses.mse(y, model(x, training=True)) + sum(model.losses)
+
+    check(mode, loss_fn, model.trainable_variables, batch, tolerance=1e-6)
+
+
+@with_python
+def test_loss_scaling(mode):
+    mse = keras.losses.MeanSquaredError(reduction=None, dtype="float32")
+    batch = table(32, dtype=tf.float32)
+
+    def loop():
+        """Of a model: its optimizer, its scaled loss, its weights."""
+        keras.utils.set_random_seed(1)
+        hidden = layers.Dense(16, "tanh", dtype="mixed_float16")
+        model = keras.Sequential([keras.Input([3]), hidden, layers.Dense(1, dtype="float32")])
+        inner = keras.optimizers.SGD(0.1)
+        optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**15)
+        optimizer.build(model.trainable_variables)
+        loss_fn = lambda b: optimizer.scale_loss(mse(b[1], model(b[0])))  # noqa: E731
+        return optimizer, loss_fn, model.trainable_variables
+
+    (textbook, plain, plain_weights), (optimizer, loss_fn, weights) = loop(), loop()
+
+    def step(batch):
+        _, gradients = accumulated(loss_fn, weights, 4)(batch)
+        optimizer.apply(gradients, weights)
+        return gradients
+
+    step = step if mode == "eager" else tf.function(step)
+    for _ in range(3):
+        _, gradients = of_one_tape(plain, plain_weights, batch)
+        textbook.apply(gradients, plain_weights)
+        for ours, whole in zip(step(batch), gradients):
+            np.testing.assert_allclose(ours, whole, rtol=0.02, atol=0.002 * np.abs(whole).max())
+    # No step was skipped for an overflow that the whole batch would not have had.
+    assert_close(optimizer.dynamic_scale, textbook.dynamic_scale)
+    assert_close(optimizer.iterations, textbook.iterations)
+    assert int(optimizer.iterations) == 3
+
+
+def test_gradients_have_the_dtype_of_their_variables():
+    v = tf.Variable(2.0, dtype=tf.float16)
+    x = tf.constant(np.full([2048], 60.0), tf.float16)  # their sum is no float16
+    loss, gradient = accumulated(lambda x: v * x, v, 1024)(x)
+    assert (loss.dtype, gradient.dtype) == (tf.float32, tf.float16)
+    assert (float(loss), float(gradient)) == (120.0, 60.0)
+
+
+# Batches, variables and aux of any kind
 
 
 def test_nests_of_batches_variables_and_aux():
@@ -216,17 +290,13 @@ def test_nests_of_batches_variables_and_aux():
         aux = {"prediction": prediction, "of": (tf.reduce_max(losses), None, 3)}
         return losses, aux
 
-    def accumulated(batch):
-        return value_and_gradients(loss_fn, variables, batch, micro_batch_size=3, has_aux=True)
-
     batch = {"x": x, "labels": [y], "nothing": None}
-    results = [call(mode, accumulated, batch) for mode in ("eager", "graph")]
-    with tf.GradientTape() as tape:
-        losses, aux = loss_fn(batch)
-        loss = tf.reduce_mean(losses)
-    expected = tape.gradient(loss, variables)
+    step = accumulated(loss_fn, variables, has_aux=True)
+    results = [call(mode, step, batch) for mode in ("eager", "graph")]
+    expected = of_one_tape(lambda batch: loss_fn(batch)[0], variables, batch)
+    losses, aux = loss_fn(batch)
     for (value, got), gradients in results:
-        assert_close((value, gradients), (loss, expected))
+        assert_close((value, gradients), expected)
         assert isinstance(gradients["rest"], tuple)
         assert_close(got["prediction"], aux["prediction"])
         greatest, nothing, three = got["of"]
@@ -237,30 +307,18 @@ def test_nests_of_batches_variables_and_aux():
     assert all(keys == {"x", "labels", "nothing"} for keys in seen)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
-def test_one_variable_is_a_nest(mode):
-    v = tf.Variable(2.0, dtype=tf.float64)
-    x = tf.range(5.0)
-    loss, gradient = call(
-        mode,
-        lambda x: value_and_gradients(
-            lambda part: v * tf.cast(part, tf.float64), v, x, micro_batch_size=2
-        ),
-        x,
-    )
+@in_each_mode
+def test_one_variable_is_a_nest(mode, v):
+    step = accumulated(lambda part: v * tf.cast(part, tf.float64), v, 2)
+    loss, gradient = call(mode, step, tf.range(5.0))
     assert (float(loss), float(gradient)) == (4.0, 2.0)
 
 
 @thorough_for("graph", "unknown size")
 @pytest.mark.parametrize("mode", ["eager", "graph", "unknown size"])
-def test_ragged_and_sparse_batches(mode):
+def test_ragged_and_sparse_batches(mode, v):
     rows = [[1.0], [2.0, 3.0], [], [4.0, 5.0, 6.0], [7.0]]
     ragged = tf.ragged.constant(rows, dtype=tf.float64)
-    sparse = ragged.to_sparse()
-    v = tf.Variable(2.0, dtype=tf.float64)
-
-    def accumulated(batch):
-        return value_and_gradients(loss_fn, v, batch, micro_batch_size=2, has_aux=True)
 
     def loss_fn(micro_batch):
         ragged, sparse = micro_batch
@@ -268,7 +326,8 @@ def test_ragged_and_sparse_batches(mode):
         sums.set_shape([None])
         return (v * ragged) ** 2 + sums[:, None], ragged  # as many losses as there are numbers
 
-    (loss, aux), gradient = call(mode, accumulated, (ragged, sparse))
+    step = accumulated(loss_fn, v, 2, has_aux=True)
+    (loss, aux), gradient = call(mode, step, (ragged, ragged.to_sparse()))
     numbers = np.concatenate([np.array(row) for row in rows])
     sums = np.concatenate([[sum(row)] * len(row) for row in rows if row])
     assert_close(loss, np.mean((2 * numbers) ** 2 + sums))
@@ -303,10 +362,7 @@ def test_any_micro_batches_make_up_the_batch(examples, size, mode):
         nested = tf.stack([micro_batch["ragged"], micro_batch["ragged"] * 10], axis=1)
         return v * micro_batch["dense"][:, 0], {**micro_batch, "twice ragged": nested}
 
-    def accumulated(batch):
-        return value_and_gradients(loss_fn, v, batch, micro_batch_size=size, has_aux=True)
-
-    (_, aux), _ = call(mode, accumulated, batch)
+    (_, aux), _ = call(mode, accumulated(loss_fn, v, size, has_aux=True), batch)
     for name in ("dense", "empty"):
         np.testing.assert_array_equal(aux[name], batch[name])
     np.testing.assert_array_equal(aux["nested"][0], range(examples))
@@ -320,17 +376,14 @@ def test_any_micro_batches_make_up_the_batch(examples, size, mode):
         assert sizes[: full + bool(rest)] == [size] * full + [rest] * bool(rest)
 
 
-def test_aux_of_all_runs():
+def test_aux_of_all_runs(v):
     """Compiled, full micro-batches and the tail are two runs."""
-    v, x = tf.Variable(2.0, dtype=tf.float64), tf.range(7, dtype=tf.float64)
 
-    def accumulated(x):
-        def loss_fn(x):
-            return v * x, {"each": x * 2, "count": tf.size(x), "empty": tf.zeros([tf.size(x), 0])}
+    def loss_fn(x):
+        return v * x, {"each": x * 2, "count": tf.size(x), "empty": tf.zeros([tf.size(x), 0])}
 
-        return value_and_gradients(loss_fn, v, x, micro_batch_size=3, has_aux=True)
-
-    (_, aux), _ = call("compiled", accumulated, x)
+    x = tf.range(7, dtype=tf.float64)
+    (_, aux), _ = call("compiled", accumulated(loss_fn, v, has_aux=True), x)
     np.testing.assert_array_equal(aux["each"], x * 2)
     np.testing.assert_array_equal(aux["count"], [3, 3, 1])
     assert aux["empty"].shape == [7, 0]
@@ -350,203 +403,150 @@ def test_one_part_that_knows_its_size_is_enough():
         "sparse": tf.SparseTensorSpec([None, 2], tf.int64),
         "dense": tf.TensorSpec([6, 3]),
     }
-
-    @tf.function(input_signature=[specs])
-    def accumulated(batch):
-        return value_and_gradients(loss_fn, v, batch, micro_batch_size=3)
-
-    loss, _ = accumulated(batch)
+    step = tf.function(accumulated(loss_fn, v), input_signature=[specs])
+    loss, _ = step(batch)
     assert_close(loss, tf.reduce_mean(batch["dense"][:, 0]), 1e-6)
     assert None not in seen
     short = tf.ragged.constant([[1], [2]], dtype=tf.int32)
     with pytest.raises(tf.errors.InvalidArgumentError, match="same number of examples"):
-        accumulated({**batch, "ragged": short})
+        step({**batch, "ragged": short})
 
 
+@thorough_for("weights-compiled", "weights-unknown size")
 @pytest.mark.parametrize("mode", ["eager", "graph", "unknown size", "compiled"])
-def test_absent_and_sparse_gradients(mode):
-    table = tf.Variable(np.arange(12.0).reshape(6, 2))
-    unused = tf.Variable(1.0, dtype=tf.float64)
+@pytest.mark.parametrize("weigh", [None, tf.exp], ids=["mean", "weights"])
+def test_absent_gradients_and_rows_that_come_once(weigh, mode):
+    """Also where weights depend on the rows."""
+    table = tf.Variable(np.linspace(-1, 1, 12).reshape(6, 2))
+    variables = [table, tf.Variable(1.0, dtype=tf.float64)]
     tokens = tf.constant([[0, 1], [1, 1], [5, 0], [1, 5], [5, 5]])
 
     def loss_fn(tokens):
-        return tf.reduce_sum(tf.gather(table, tokens) ** 2, -1)
+        losses = tf.reduce_sum(tf.gather(table, tokens) ** 2, -1)
+        return losses if weigh is None else (losses, weigh(losses))
 
-    def accumulated(batch):
-        return value_and_gradients(loss_fn, [table, unused], batch, micro_batch_size=2)
-
-    if mode == "compiled":
-        loss, (rows, absent) = call(mode, accumulated, tokens)
-    else:
-        loss, (rows, absent) = call(mode, accumulated, tokens)
+    loss, (rows, absent) = call(mode, accumulated(loss_fn, variables, 2), tokens)
+    if mode != "compiled":
         assert isinstance(rows, tf.IndexedSlices)
         assert sorted(rows.indices.numpy()) == [0, 1, 5]  # each row once
-    assert absent is None
-    with tf.GradientTape() as tape:
-        expected = tf.reduce_mean(loss_fn(tokens))
-    assert_close((loss, rows), (expected, tape.gradient(expected, table)))
+    assert_close((loss, [rows, absent]), of_one_tape(loss_fn, variables, tokens))
+
+
+# State
 
 
 def normalized_model(dropout=0.5):
     keras.utils.set_random_seed(2)
-    return keras.Sequential(
-        [
-            keras.Input([3]),
-            layers.Dropout(dropout),
-            layers.BatchNormalization(momentum=0.9),
-            layers.Dense(1),
-        ]
-    )
+    normalization = layers.BatchNormalization(momentum=0.9)
+    inner = [layers.Dropout(dropout), normalization, layers.Dense(1)]
+    return keras.Sequential([keras.Input([3]), *inner])
 
 
 @thorough_for("compiled", "graph")
 @pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
-@pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
+@in_each_mode
 def test_seeds_and_moving_statistics_are_those_of_fit(mode):
     fitted, looped = normalized_model(), normalized_model()
-    x, y, _ = data(8)
-    x, y = x[:, 0], y[:, :1]
+    batch = table(8)
     how = {"eager": {"run_eagerly": True}, "compiled": {"jit_compile": True}}.get(mode, {})
     fitted.compile(keras.optimizers.SGD(0.1), "mse", **how)
     macrobatch.accumulate(fitted, 3)
-    fitted.fit(x, y, batch_size=8, epochs=3, shuffle=False, verbose=0)
-    optimizer = keras.optimizers.SGD(0.1)
-    mse = keras.losses.MeanSquaredError(reduction=None)
-
-    def step(batch):
-        loss, gradients = value_and_gradients(
-            lambda b: mse(b[1], looped(b[0], training=True)),
-            looped.trainable_variables,
-            batch,
-            micro_batch_size=3,
-        )
-        optimizer.apply(gradients, looped.trainable_variables)
-        return loss
-
+    fitted.fit(*batch, batch_size=8, epochs=3, shuffle=False, verbose=0)
+    weights = looped.trainable_variables
+    step = updated(accumulated(squares_of(looped), weights), keras.optimizers.SGD(0.1), weights)
     if mode != "eager":
         step = tf.function(step, jit_compile=mode == "compiled")
     for _ in range(3):
-        step((x, y))
+        step(batch)
     assert_close(looped.variables, fitted.variables)
 
 
 def test_moving_statistics_are_those_of_the_whole_batch():
-    plain, accumulated = normalized_model(0.0), normalized_model(0.0)
-    x = data(8)[0][:, 0]
-    plain(x, training=True)
+    plain, ours = normalized_model(0.0), normalized_model(0.0)
+    x, _ = table(8)
+    step = accumulated(lambda x: ours(x, training=True), ours.trainable_variables)
     with pytest.warns(macrobatch.ExactnessWarning, match="BatchNormalization normalises") as caught:
         for _ in range(2):  # warned of once
-            value_and_gradients(
-                lambda x: accumulated(x, training=True),
-                accumulated.trainable_variables,
-                x,
-                micro_batch_size=3,
-            )
-    plain(x, training=True)
+            plain(x, training=True)
+            step(x)
     assert len(caught) == 1
-    assert_close(accumulated.non_trainable_variables, plain.non_trainable_variables)
+    assert_close(ours.non_trainable_variables, plain.non_trainable_variables)
 
 
 @pytest.mark.filterwarnings("ignore::macrobatch.ExactnessWarning")
-@pytest.mark.parametrize("mode", ["eager", "graph"])
+@with_python
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_what_fails_has_changed_nothing(where, mode):
     model = normalized_model()
-    x = tf.concat([data(8)[0][:, 0], [[np.inf] * 3]], 0)  # in the last micro-batch
+    x = tf.concat([table(8)[0], [[np.inf] * 3]], 0)  # in the last micro-batch
     before = [np.array(v) for v in model.variables]
 
-    def finite(x, value):
-        check = tf.debugging.Assert(tf.reduce_all(tf.math.is_finite(x)), ["not finite"])
-        with tf.control_dependencies([] if check is None else [check]):
-            return tf.identity(value)
-
     def loss_fn(x):
+        def finite(value):
+            return tf.debugging.check_numerics(value + 0 * tf.reduce_sum(x), "not finite")
+
         @tf.custom_gradient
         def checked(value):
             if where == "forward":
-                return finite(x, value), lambda upstream: upstream
-            return tf.identity(value), lambda upstream: finite(x, upstream)
+                return finite(value), lambda upstream: upstream
+            return tf.identity(value), finite
 
         return checked(model(tf.where(tf.math.is_finite(x), x, 0.0), training=True))
 
-    def accumulated(x):
-        return value_and_gradients(loss_fn, model.trainable_variables, x, micro_batch_size=3)
-
     with pytest.raises(tf.errors.InvalidArgumentError, match="not finite"):
-        call(mode, accumulated, x)
+        call(mode, accumulated(loss_fn, model.trainable_variables), x)
     assert_close(model.variables, before, 0)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_metrics_of_keras_count_every_micro_batch_once(mode):
-    metric = keras.metrics.Mean()
-    v = tf.Variable(2.0, dtype=tf.float64)
+@with_python
+def test_metrics_and_other_variables_are_written_once_per_micro_batch(mode, v):
+    metric, counter = keras.metrics.Mean(), tf.Variable(0)
 
     def loss_fn(x):
         metric.update_state(x)
-        return v * x
-
-    call(
-        mode,
-        lambda x: value_and_gradients(loss_fn, v, x, micro_batch_size=2)[0],
-        tf.range(5, dtype=tf.float64),
-    )
-    assert float(metric.result()) == 2.0
-    assert float(metric.count) == 5
-
-
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_other_variables_are_written_once_per_micro_batch(mode):
-    v, counter = tf.Variable(2.0, dtype=tf.float64), tf.Variable(0)
-
-    def loss_fn(x):
         counter.assign_add(1)
         return v * x
 
-    call(
-        mode,
-        lambda x: value_and_gradients(loss_fn, v, x, micro_batch_size=2)[0],
-        tf.range(5, dtype=tf.float64),
-    )
-    assert int(counter) == 3
+    call(mode, accumulated(loss_fn, v, 2), NUMBERS)
+    assert (float(metric.result()), float(metric.count), int(counter)) == (2.0, 5.0, 3)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_layers_that_are_built_in_loss_fn(mode):
-    v = tf.Variable(2.0, dtype=tf.float64)
-
-    # Keras asks for the weights of a layer before they exist, and again to make them.
-    def drawn_anew(shape, dtype):
-        return tf.random.normal(shape, dtype=dtype)
-
-    teacher = layers.Dense(1, kernel_initializer=drawn_anew)
-    x = data()[0][:, 0]
-
-    def accumulated(x):
-        return value_and_gradients(
-            lambda x: v * teacher(x)[:, 0], v, x, micro_batch_size=3, has_aux=False
-        )
-
-    _, gradient = call(mode, accumulated, x)
-    assert_close(gradient, tf.reduce_mean(teacher(x)))
-
-
-def test_a_metric_that_is_made_in_every_call():
-    v = tf.Variable(2.0, dtype=tf.float64)
-
+def test_a_metric_that_is_made_in_every_call(v):
     def loss_fn(x):
         mean = keras.metrics.Mean()
         mean.update_state(x)
         return v * x, mean.result()
 
-    x = tf.range(5, dtype=tf.float64)
-    (loss, means), _ = value_and_gradients(loss_fn, v, x, micro_batch_size=2, has_aux=True)
+    (loss, means), _ = accumulated(loss_fn, v, 2, has_aux=True)(NUMBERS)
     assert_close((loss, means), (4.0, np.array([0.5, 2.5, 4.0])))
 
 
-def test_python_control_flow_on_tensors_in_a_graph():
-    v = tf.Variable(2.0, dtype=tf.float64)
+# Keras asks for the weights of a layer before they exist, and again to make them.
+def drawn_anew(shape, dtype):
+    return tf.random.normal(shape, dtype=dtype)
 
+
+BUILT_LATE = {
+    "drawn": lambda: layers.Dense(1, kernel_initializer=drawn_anew),
+    "regularised": lambda: keras.Sequential([layers.Dense(1, kernel_regularizer="l2")]),
+}
+
+
+@with_python
+@pytest.mark.parametrize("layer", BUILT_LATE)
+def test_layers_that_are_built_in_loss_fn(layer, mode, v):
+    layer = BUILT_LATE[layer]()
+
+    def loss_fn(x):
+        return layer(x * v)[:, 0] + sum(layer.losses)
+
+    check(mode, loss_fn, v, table()[0])
+
+
+# Graphs
+
+
+def test_python_control_flow_on_tensors_in_a_graph(v):
     def loss_fn(x):
         total = tf.zeros_like(x)
         for _ in tf.range(3):
@@ -554,34 +554,24 @@ def test_python_control_flow_on_tensors_in_a_graph():
                 total += v * x
         return total
 
-    @tf.function
-    def accumulated(x):
-        return value_and_gradients(loss_fn, v, x, micro_batch_size=2)
-
-    loss, _ = accumulated(tf.range(5, dtype=tf.float64))
+    loss, _ = call("graph", accumulated(loss_fn, v, 2), NUMBERS)
     assert_close(loss, (2 + 3 + 4) * 2 * 3 / 5)
 
 
-def test_python_control_flow_in_what_a_function_made_in_a_graph_calls():
-    v = tf.Variable(2.0, dtype=tf.float64)
-
+def test_python_control_flow_in_what_a_function_made_in_a_graph_calls(v):
     def doubled_if_large(x):
         if tf.reduce_sum(x) > 3:
             return 2 * v * x
         return v * x
 
-    @tf.function(input_signature=[tf.TensorSpec([None], tf.float64)])
-    def accumulated(x):
-        return value_and_gradients(
-            lambda x: (doubled_if_large(x), tf.ones([len(x)])), v, x, micro_batch_size=2
-        )
+    def step(x):
+        return accumulated(lambda x: (doubled_if_large(x), tf.ones([len(x)])), v, 2)(x)
 
-    loss, _ = accumulated(tf.range(5, dtype=tf.float64))
+    loss, _ = call("unknown size", step, NUMBERS)
     assert_close(loss, (1 + 2 * (2 + 3 + 4)) * 2 / 5)
 
 
-def test_a_graph_is_traced_once():
-    v = tf.Variable(2.0, dtype=tf.float64)
+def test_a_graph_is_traced_once(v):
     traces, steps = [], []
 
     def loss_fn(x):
@@ -590,298 +580,126 @@ def test_a_graph_is_traced_once():
         return v * x
 
     @tf.function(input_signature=[tf.TensorSpec([None], tf.float64)])
-    def accumulated(x):
+    def step(x):
         traces.append(1)
-        return value_and_gradients(loss_fn, v, x, micro_batch_size=2)
+        return accumulated(loss_fn, v, 2)(x)
 
     for examples in (1, 2, 5, 8):
-        loss, _ = accumulated(tf.ones([examples], tf.float64))
+        loss, _ = step(tf.ones([examples], tf.float64))
         assert float(loss) == 2.0
     assert len(traces) == len(steps) == 1
 
 
-class Linear(tf.Module):
-    def __init__(self):
-        super().__init__()
-        self.kernel = tf.Variable(np.linspace(-1, 1, 3)[:, None])
+# What is refused
 
-    def __call__(self, x):
-        return x @ self.kernel
-
-
-def test_modules():
-    model, x = Linear(), data()[0][:, 0]
-    loss, (gradient,) = value_and_gradients(
-        lambda x: model(x) ** 2, model.trainable_variables, x, micro_batch_size=3
-    )
-    with tf.GradientTape() as tape:
-        expected = tf.reduce_mean(model(x) ** 2)
-    assert_close((loss, gradient), (expected, tape.gradient(expected, model.kernel)))
+UNFIT = [
+    (lambda x: tf.reduce_mean(x, keepdims=True), "examples of the micro-batch as first"),
+    (lambda x: (x, x[:, None]), r"same shape\. Received: losses of shape \(2,\).*\(2, 1\)"),
+    (lambda x: (x, 1.0), r"same shape\. Received: .*weights of shape \(\)"),
+    (lambda x: (tf.reduce_mean(x), x), r"same shape\. Received: losses of shape \(\)"),
+    (lambda x: (x, x, x), "loss_fn must return losses with the examples first.*has_aux=True"),
+    (lambda x: None, "loss_fn must return losses with the examples first"),
+    (lambda x: tf.cast(x, tf.int32), "floating-point dtype. Received: losses of dtype int32"),
+    (lambda x: {"loss": x}, r"loss_fn must return losses.*Received: {loss: "),
+]
 
 
-@thorough_for("compiled")
-@pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
-def test_tf_keras(mode):
-    tf_keras = pytest.importorskip("tf_keras")
-    model = tf_keras.Sequential(
-        [tf_keras.layers.Dense(4, "tanh"), tf_keras.layers.Dense(1, kernel_regularizer="l2")]
-    )
-    x, y, _ = data()
-    x, y = tf.cast(x[:, 0], tf.float32), tf.cast(y[:, :1], tf.float32)
-    model(x)
-
-    def loss_fn(micro_batch):
-        x, y = micro_batch
-        return tf_keras.losses.mse(y, model(x, training=True)) + sum(model.losses)
-
-    def accumulated(batch):
-        return value_and_gradients(loss_fn, model.trainable_variables, batch, micro_batch_size=3)
-
-    with tf.GradientTape() as tape:
-        expected = tf.reduce_mean(loss_fn((x, y)))
-    gradients = tape.gradient(expected, model.trainable_variables)
-    assert_close(call(mode, accumulated, (x, y)), (expected, gradients), 1e-6)
+@pytest.mark.parametrize(("returned", "message"), UNFIT)
+@with_python
+def test_losses_that_do_not_fit(mode, returned, message, v):
+    with pytest.raises(ValueError, match=message):
+        call(mode, accumulated(lambda x: returned(v * x), v, 2), tf.range(6, dtype=tf.float64))
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_loss_scaling(mode):
-    def model():
-        keras.utils.set_random_seed(1)
-        hidden = layers.Dense(16, "tanh", dtype="mixed_float16")
-        return keras.Sequential([keras.Input([3]), hidden, layers.Dense(1, dtype="float32")])
-
-    mse = keras.losses.MeanSquaredError(reduction=None, dtype="float32")
-    x, y, _ = data(32)
-    x, y = tf.cast(x[:, 0], tf.float32), tf.cast(y[:, :1], tf.float32)
-    plain, accumulated = model(), model()
-    optimizers = [
-        keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1), initial_scale=2.0**15)
-        for _ in range(2)
-    ]
-    for optimizer, each in zip(optimizers, (plain, accumulated)):
-        optimizer.build(each.trainable_variables)
-
-    def step(batch):
-        _, gradients = value_and_gradients(
-            lambda b: optimizers[1].scale_loss(mse(b[1], accumulated(b[0]))),
-            accumulated.trainable_variables,
-            batch,
-            micro_batch_size=4,
-        )
-        optimizers[1].apply(gradients, accumulated.trainable_variables)
-        return gradients
-
-    step = step if mode == "eager" else tf.function(step)
-    for _ in range(3):
-        with tf.GradientTape() as tape:
-            loss = optimizers[0].scale_loss(tf.reduce_mean(mse(y, plain(x))))
-        gradients = tape.gradient(loss, plain.trainable_variables)
-        optimizers[0].apply(gradients, plain.trainable_variables)
-        for ours, whole in zip(step((x, y)), gradients):
-            np.testing.assert_allclose(ours, whole, rtol=0.02, atol=0.002 * np.abs(whole).max())
-    # No step was skipped for an overflow that the whole batch would not have had.
-    assert_close(optimizers[1].dynamic_scale, optimizers[0].dynamic_scale)
-    assert_close(optimizers[1].iterations, optimizers[0].iterations)
-    assert int(optimizers[1].iterations) == 3
+UNFIT_WHEN_RUN = [
+    ("unknown size", lambda x: tf.boolean_mask(x, x > 3), "losses for another number"),
+    ("unknown size", lambda x: (x, tf.boolean_mask(x, x > 3)), "of the same shape"),
+    ("compiled, unknown size", lambda x: (x, x[:1]), None),  # weights that broadcast
+]
 
 
-def test_gradients_have_the_dtype_of_their_variables():
-    v = tf.Variable(2.0, dtype=tf.float16)
-    x = tf.constant(np.full([2048], 60.0), tf.float16)  # their sum is no float16
-    loss, gradient = value_and_gradients(lambda x: v * x, v, x, micro_batch_size=1024)
-    assert (loss.dtype, gradient.dtype) == (tf.float32, tf.float16)
-    assert (float(loss), float(gradient)) == (120.0, 60.0)
+@pytest.mark.parametrize(("mode", "returned", "message"), UNFIT_WHEN_RUN)
+def test_losses_that_do_not_fit_in_a_graph_that_knows_no_sizes(mode, returned, message, v):
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        call(mode, accumulated(lambda x: returned(v * x), v, 2), NUMBERS)
+
+
+@with_python
+@pytest.mark.parametrize(
+    ("scalar", "weight"),
+    [(True, np.inf), (True, np.nan), (True, -1.0), (False, np.inf), (False, np.nan)],
+)
+def test_weights_that_cannot_be_are_refused(mode, scalar, weight, v):
+    def loss_fn(x):
+        if scalar:
+            return tf.reduce_mean(v * x), weight
+        return v * x, tf.where(x > 2, tf.constant(weight, tf.float64), 1.0)
+
+    message = "finite number, 0 or more" if scalar else "weights of losses must be finite"
+    error = ValueError if mode == "eager" else tf.errors.InvalidArgumentError
+    with pytest.raises(error, match=message):
+        call(mode, accumulated(loss_fn, v, 2), NUMBERS)
+
+
+SIX = tf.range(6, dtype=tf.float64)
+RAGGED = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0]], dtype=tf.float64)
+
+
+def of_unknown_rank(x):
+    return tf.py_function(lambda x: x, [x], tf.float64)
+
+
+REFUSED = [
+    ({"loss_fn": 3}, r"loss_fn must be a function.*Received: loss_fn=3"),
+    (
+        {"loss_fn": lambda x, y: x, "batch": (SIX, SIX)},
+        r"one argument.*x, y = micro_batch.*of \(x, y\)",
+    ),
+    ({"variables": [SIX]}, r"variables must be a nest of variables.*EagerTensor"),
+    ({"variables": []}, r"variables is empty.*build it first"),
+    ({"micro_batch_size": 0}, r"positive integer.*micro_batch_size=0"),
+    ({"has_aux": True}, r"With has_aux=True.*a pair"),
+    ({"batch": (SIX, SIX[:3])}, "same number of examples"),
+    (
+        {"batch": tf.data.Dataset.from_tensor_slices(SIX).batch(2)},
+        r"Received: a tf\.data\.Dataset.*one of its elements",
+    ),
+    (
+        {"loss_fn": lambda x: (x, tf.ones([2, 1], tf.float64)), "batch": RAGGED},
+        "ragged losses, and weights of type",
+    ),
+    ({"loss_fn": lambda x: (x, tf.ones_like(x)[:, :1]), "batch": RAGGED}, "same shape"),
+]
+
+
+@pytest.mark.parametrize(("changed", "message"), REFUSED)
+def test_wrong_arguments(changed, message, v):
+    arguments = {"variables": v, "batch": SIX, "micro_batch_size": 2, **changed}
+    arguments.setdefault("loss_fn", lambda x: v * tf.nest.flatten(x)[0])
+    with pytest.raises(ValueError, match=message):
+        value_and_gradients(**arguments)
+
+
+def test_ragged_weights(v):
+    loss, _ = accumulated(lambda r: (v * r, r), v, 2)(RAGGED)
+    assert_close(loss, 2 * 30 / 10)
 
 
 @pytest.mark.parametrize(
-    ("returned", "message"),
+    ("returned", "message", "has_aux"),
     [
-        (lambda x: tf.reduce_mean(x, keepdims=True), "examples of the micro-batch as first"),
-        (lambda x: (x, x[:, None]), r"same shape\. Received: losses of shape \(2,\).*\(2, 1\)"),
-        (lambda x: (x, 1.0), r"same shape\. Received: .*weights of shape \(\)"),
-        (lambda x: (tf.reduce_mean(x), x), r"same shape\. Received: losses of shape \(\)"),
-        (lambda x: (x, x, x), "loss_fn must return losses with the examples first.*has_aux=True"),
-        (lambda x: None, "loss_fn must return losses with the examples first"),
-        (lambda x: tf.cast(x, tf.int32), "floating-point dtype. Received: losses of dtype int32"),
+        (of_unknown_rank, r"known rank.*set_shape", False),
+        (lambda x: (x, of_unknown_rank(x)), r"known ranks.*set_shape", True),
     ],
 )
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_losses_that_do_not_fit(mode, returned, message):
-    v = tf.Variable(2.0, dtype=tf.float64)
-
-    def accumulated(x):
-        return value_and_gradients(lambda x: returned(v * x), v, x, micro_batch_size=2)
-
+def test_tensors_of_unknown_rank(returned, message, has_aux, v):
     with pytest.raises(ValueError, match=message):
-        call(mode, accumulated, tf.range(6, dtype=tf.float64))
-
-
-def test_losses_that_do_not_fit_in_a_graph_that_knows_no_sizes():
-    v = tf.Variable(2.0, dtype=tf.float64)
-
-    def of(returned):
-        def accumulated(x):
-            return value_and_gradients(lambda x: returned(v * x), v, x, micro_batch_size=2)
-
-        return call("unknown size", accumulated, tf.range(5, dtype=tf.float64))
-
-    with pytest.raises(tf.errors.InvalidArgumentError, match="losses for another number"):
-        of(lambda x: tf.boolean_mask(x, x > 3))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="of the same shape"):
-        of(lambda x: (x, tf.boolean_mask(x, x > 3)))
-
-
-def test_wrong_arguments():
-    v, x = tf.Variable(2.0), tf.range(6.0)
-    with pytest.raises(ValueError, match=r"loss_fn must be a function.*Received: loss_fn=3"):
-        value_and_gradients(3, v, x, micro_batch_size=2)
-    with pytest.raises(ValueError, match=r"one argument.*x, y = micro_batch.*of \(x, y\)"):
-        value_and_gradients(lambda x, y: x, v, (x, x), micro_batch_size=2)
-    with pytest.raises(ValueError, match=r"variables must be a nest of variables.*EagerTensor"):
-        value_and_gradients(lambda x: x, [v, tf.ones([])], x, micro_batch_size=2)
-    with pytest.raises(ValueError, match=r"positive integer.*micro_batch_size=0"):
-        value_and_gradients(lambda x: x, v, x, micro_batch_size=0)
-    with pytest.raises(ValueError, match=r"With has_aux=True.*a pair"):
-        value_and_gradients(lambda x: v * x, v, x, micro_batch_size=2, has_aux=True)
-    with pytest.raises(ValueError, match="same number of examples"):
-        value_and_gradients(lambda b: v * b[0], v, (x, x[:3]), micro_batch_size=2)
+        call("graph", accumulated(lambda x: returned(v * x), v, 2, has_aux=has_aux), SIX)
 
 
 def test_a_layer_that_writes_a_trained_variable():
     layer = layers.SpectralNormalization(layers.Dense(2))
     layer(tf.ones([1, 3]))
+    step = accumulated(lambda x: layer(x, training=True), layer.trainable_variables, 2)
     with pytest.raises(ValueError, match="must not write a trained variable"):
-        value_and_gradients(
-            lambda x: layer(x, training=True),
-            layer.trainable_variables,
-            tf.ones([4, 3], tf.float64),
-            micro_batch_size=2,
-        )
-
-
-def test_in_a_train_step_of_a_model():
-    """What the error for models with a train_step of their own recommends."""
-
-    class Model(keras.Model):
-        def train_step(self, batch):
-            loss, gradients = value_and_gradients(
-                lambda b: mse(b[1], self(b[0], training=True)),
-                self.trainable_variables,
-                batch,
-                micro_batch_size=3,
-            )
-            self.optimizer.apply(gradients, self.trainable_variables)
-            return {"loss": loss}
-
-    mse = keras.losses.MeanSquaredError(reduction=None)
-    x, y, _ = data(8)
-    models = []
-    for kind in (keras.Model, Model):
-        keras.utils.set_random_seed(4)
-        inputs = keras.Input([4, 3])
-        model = kind(inputs, layers.Dense(1)(inputs))
-        model.compile(keras.optimizers.Adam(0.1), "mse")
-        model.fit(x, y[..., None], batch_size=5, epochs=2, shuffle=False, verbose=0)
-        models.append(model)
-    assert_close(models[1].variables, models[0].variables)
-
-
-@thorough_for("unknown size", "scalar and weight-compiled")
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("form", ["losses and weights", "scalar and weight"])
-def test_weights_that_are_learned(form, mode):
-    x, y, _ = data(7)
-    variables = linear()
-
-    def parts(x, y):
-        losses = token_losses(variables, x, y)
-        return losses, tf.exp(-losses * variables[1])
-
-    def loss_fn(micro_batch):
-        return FORMS[form][0](*parts(*micro_batch))
-
-    def accumulated(batch):
-        return value_and_gradients(loss_fn, variables, batch, micro_batch_size=3)
-
-    with tf.GradientTape() as tape:
-        expected = FORMS[form][1](*parts(x, y))
-    assert_close(call(mode, accumulated, (x, y)), (expected, tape.gradient(expected, variables)))
-
-
-def test_weights_beyond_the_range_of_float32():
-    v = tf.Variable(2.0, dtype=tf.float64)
-    x = tf.range(1, 6, dtype=tf.float64)
-    loss, gradient = value_and_gradients(
-        lambda x: (v * tf.reduce_mean(x), 1e60 * tf.cast(tf.size(x), tf.float64)),
-        v,
-        x,
-        micro_batch_size=2,
-    )
-    assert_close((loss, gradient), (6.0, 3.0))
-
-
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_a_regularised_layer_that_is_built_in_loss_fn(mode):
-    w = tf.Variable(2.0, dtype=tf.float64)
-    net = keras.Sequential([layers.Dense(1, kernel_regularizer="l2")])
-    x = data()[0][:, 0]
-
-    def loss_fn(x):
-        return net(x * w)[:, 0] + sum(net.losses)
-
-    loss, _ = call(mode, lambda x: value_and_gradients(loss_fn, w, x, micro_batch_size=3), x)
-    assert_close(loss, tf.reduce_mean(loss_fn(x)))
-
-
-def test_nothing_to_train():
-    with pytest.raises(ValueError, match=r"variables is empty.*build it first"):
-        value_and_gradients(lambda x: x, [], tf.range(3.0), micro_batch_size=2)
-
-
-def test_things_that_are_no_batch_and_no_losses():
-    v, x = tf.Variable(2.0), tf.range(6.0)
-    dataset = tf.data.Dataset.from_tensor_slices(x).batch(2)
-    with pytest.raises(ValueError, match=r"Received: a tf\.data\.Dataset.*one of its elements"):
-        value_and_gradients(lambda x: v * x, v, dataset, micro_batch_size=2)
-    with pytest.raises(ValueError, match=r"loss_fn must return losses.*Received: {loss: "):
-        value_and_gradients(lambda x: {"loss": v * x}, v, x, micro_batch_size=2)
-
-    def of_unknown_rank(x):
-        return tf.py_function(lambda x: x, [v * x], tf.float32)
-
-    @tf.function
-    def losses(x):
-        return value_and_gradients(of_unknown_rank, v, x, micro_batch_size=2)
-
-    @tf.function
-    def aux(x):
-        return value_and_gradients(
-            lambda x: (v * x, of_unknown_rank(x)), v, x, micro_batch_size=2, has_aux=True
-        )
-
-    with pytest.raises(ValueError, match=r"known rank.*set_shape"):
-        losses(x)
-    with pytest.raises(ValueError, match=r"known ranks.*set_shape"):
-        aux(x)
-
-
-def test_weights_that_broadcast_are_refused_everywhere():
-    v = tf.Variable(2.0, dtype=tf.float64)
-    x = tf.range(6, dtype=tf.float64)
-
-    def broadcast(x):
-        return value_and_gradients(lambda x: (v * x, x[:1]), v, x, micro_batch_size=2)
-
-    with pytest.raises(tf.errors.InvalidArgumentError):
-        call("compiled, unknown size", broadcast, x)
-    ragged = tf.ragged.constant([[1.0], [2.0, 3.0], [4.0]], dtype=tf.float64)
-    with pytest.raises(ValueError, match="ragged losses, and weights of type"):
-        value_and_gradients(
-            lambda r: (v * r, tf.ones([2, 1], tf.float64)), v, ragged, micro_batch_size=2
-        )
-    with pytest.raises(ValueError, match="same shape"):
-        value_and_gradients(
-            lambda r: (v * r, tf.ones_like(r)[:, :1]), v, ragged, micro_batch_size=2
-        )
-    loss, _ = value_and_gradients(lambda r: (v * r, r), v, ragged, micro_batch_size=2)
-    assert_close(loss, 2 * 30 / 10)
+        step(tf.ones([4, 3], tf.float64))

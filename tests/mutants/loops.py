@@ -4,9 +4,9 @@ from mutant import Mutant
 
 TESTS = "loops/test_value_and_gradients.py::"
 FORMS, LEARNED = (
-    TESTS + f"test_{name}" for name in ("each_form_of_loss", "weights_that_are_learned")
+    TESTS + f"test_{name}"
+    for name in ("each_form_of_loss_and_each_size", "weights_that_are_learned")
 )
-HARD = "loops/test_hard_weights.py::"
 LOSS_FN, ENTRY = "_tensorflow/loss_fn.py", "_value_and_gradients.py"
 
 MUTANTS = [
@@ -15,28 +15,28 @@ MUTANTS = [
         LOSS_FN,
         "return Mean(tf.reduce_sum(losses), elements, elements / count, may_be_empty=False)",
         "return Mean(tf.reduce_mean(losses), elements / elements, 1 / count, may_be_empty=False)",
-        (FORMS + "[losses-graph]",),
+        (FORMS + "[losses-3-graph]",),
     ),
     Mutant(
         "loop: mean of means of scalars",
         LOSS_FN,
         "return Mean(losses * count, count, 1.0, may_be_empty=False)",
         "return Mean(losses, count / count, 1 / count, may_be_empty=False)",
-        (FORMS + "[scalar-graph]",),
+        (FORMS + "[scalar-3-graph]",),
     ),
     Mutant(
         "loop: weights left out of the denominator",
         LOSS_FN,
         "tf.reduce_sum(losses * weights), tf.reduce_sum(weights)",
         "tf.reduce_sum(losses * weights), elements",
-        (FORMS + "[losses and weights-graph]",),
+        (FORMS + "[losses and weights-3-graph]",),
     ),
     Mutant(
         "loop: scalar weight ignored",
         LOSS_FN,
         "        weight = tf.cast(weights, losses.dtype)\n",
         "        weight = count\n",
-        (FORMS + "[scalar and weight-graph]",),
+        (FORMS + "[scalar and weight-3-graph]",),
     ),
     Mutant(
         "loop: no guard for gradients of 0 / 0",
@@ -64,7 +64,7 @@ MUTANTS = [
         ENTRY,
         "scale = tf.where(scale > 0, scale, first_scale)",
         "scale = first_scale",
-        (FORMS + "[scalar and weight-graph]",),
+        (FORMS + "[scalar and weight-3-graph]",),
     ),
     Mutant(
         "loop: sums of float16 not scaled",
@@ -92,21 +92,21 @@ MUTANTS = [
         ENTRY,
         "written.write(part.written[1:], part.moments)",
         "pass",
-        (TESTS + "test_metrics_of_keras_count_every_micro_batch_once",),
+        (TESTS + "test_metrics_and_other_variables_are_written_once_per_micro_batch",),
     ),
     Mutant(
         "loop: variables made in the scope not noticed",
         "_keras/scope.py",
         "self.made_variables = bool(_internals.variables_without_value())",
         "self.made_variables = False",
-        (TESTS + "test_layers_that_are_built_in_loss_fn",),
+        (TESTS + "test_layers_that_are_built_in_loss_fn[drawn-graph]",),
     ),
     Mutant(
         "loop: regularised weights missing in the scope",
         "_keras/scope.py",
         "return _internals.raw_value(variable) if value is None else value",
         "return value",
-        (TESTS + "test_a_regularised_layer_that_is_built_in_loss_fn",),
+        (TESTS + "test_layers_that_are_built_in_loss_fn[regularised-graph]",),
     ),
     Mutant(
         "loop: loss_fn not converted",
@@ -123,14 +123,14 @@ MUTANTS = [
         "_tensorflow/loop.py",
         "lambda *runs: tf.concat(runs, 0)",
         "lambda *runs: runs[-1]",
-        ("loops/test_value_and_gradients.py::test_aux_of_all_runs",),
+        (TESTS + "test_aux_of_all_runs",),
     ),
     Mutant(
         "loop: sparse aux without offsets",
         "_tensorflow/leaves.py",
         "indices[:, :1] + rows[:, None]",
         "indices[:, :1]",
-        ("loops/test_value_and_gradients.py::test_any_micro_batches_make_up_the_batch",),
+        (TESTS + "test_any_micro_batches_make_up_the_batch",),
     ),
     Mutant(
         "loop: gradient of learned weights left out",
@@ -144,21 +144,21 @@ MUTANTS = [
         ENTRY,
         "gradient = sums.merge_rows(sums.scaled(gradient, factor))",
         "gradient = sums.scaled(gradient, factor)",
-        (HARD + "test_rows_come_once_where_weights_depend_on_the_table_too",),
+        (TESTS + "test_absent_gradients_and_rows_that_come_once",),
     ),
     Mutant(
         "loop: weights that are not finite accepted",
         LOSS_FN,
         "(tf.math.is_finite(denominator), FINITE_WEIGHTS)",
         "(tf.constant(True), FINITE_WEIGHTS)",
-        (HARD + "test_weights_that_are_not_finite_are_refused",),
+        (TESTS + "test_weights_that_cannot_be_are_refused",),
     ),
     Mutant(
         "loop: a Python weight rounded to float32",
         LOSS_FN,
         "losses.dtype if is_number else None",
         "None",
-        (HARD + "test_a_python_number_is_not_rounded_to_float32",),
+        (TESTS + "test_a_python_number_is_not_rounded_to_float32",),
     ),
     Mutant(
         "loop: scale under the tape",
