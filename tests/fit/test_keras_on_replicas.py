@@ -11,8 +11,8 @@ import support
 import tensorflow as tf
 from keras import layers, optimizers
 from support import assert_same, check, thorough, thorough_for
+from support.loops import made_in
 from test_accumulator_everywhere import mirrored
-from test_replicas import made_in
 from test_workers import HERE, environment
 from worker_cases import Logs
 

@@ -7,18 +7,20 @@ import tensorflow as tf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from keras import layers
-from support import thorough, thorough_for
-from test_accumulator_everywhere import mirrored
-from test_replicas import made_in, on_replicas
+from support import mirrored, thorough, thorough_for
+from support.loops import (
+    accumulated,
+    assert_close,
+    call,
+    check_on_replicas,
+    made_in,
+    of_one_tape,
+    on_replicas,
+)
 
 import macrobatch
-from macrobatch import value_and_gradients
 
-MODES = {
-    "eager": lambda function: function,
-    "graph": tf.function,
-    "compiled": lambda function: tf.function(function, jit_compile=True),
-}
+with_python = pytest.mark.parametrize("mode", ["eager", "graph"])
 
 
 def data(examples, seed=0):
@@ -28,9 +30,8 @@ def data(examples, seed=0):
 
 def encoder(*more):
     keras.utils.set_random_seed(3)
-    return keras.Sequential(
-        [keras.Input([4]), layers.Dense(5, activation="tanh"), *more, layers.Dense(3)]
-    )
+    hidden = layers.Dense(5, activation="tanh")
+    return keras.Sequential([keras.Input([4]), hidden, *more, layers.Dense(3)])
 
 
 def similarities(left, right):
@@ -69,45 +70,31 @@ class Clip:
         same = tf.cast(outputs["ids"][:, None] == outputs["ids"][None], tf.float64)
         return softmax_losses(logits + same) * tf.reduce_mean(batch[1] ** 2, 1)
 
+    def step(self, size=4, **changed):
+        arguments = {"loss_fn": self.loss, "forward": self.forward, **changed}
+        return accumulated(variables=self.variables, size=size, **arguments)
 
-def weights_of(variables):
-    return [v if isinstance(v, tf.Variable) else v.value for v in tf.nest.flatten(variables)]
-
-
-def of_one_tape(forward, loss_fn, variables, batch):
-    with tf.GradientTape() as tape:
-        loss = loss_fn(forward(batch), batch)
-    return loss, tape.gradient(loss, weights_of(variables))
+    def expected(self, batch, loss_fn=None, forward=None):
+        return whole(loss_fn or self.loss, forward or self.forward, self.variables, batch)
 
 
-def assert_same(expected, found):
-    (loss, gradients), (other, others) = expected, found
-    np.testing.assert_allclose(loss, other, rtol=1e-12)
-    others = tf.nest.flatten(others)
-    assert len(gradients) == len(others)
-    for gradient, other in zip(gradients, others):
-        assert (gradient is None) == (other is None)
-        if gradient is not None:
-            dense = tf.convert_to_tensor(gradient), tf.convert_to_tensor(other)
-            np.testing.assert_allclose(*dense, rtol=1e-10, atol=1e-13)
+def whole(loss_fn, forward, variables, batch):
+    """The loss of a batch, and its gradients, from one tape over all outputs."""
+    return of_one_tape(lambda batch: loss_fn(forward(batch), batch), variables, batch)
+
+
+def assert_same(found, expected):
+    np.testing.assert_allclose(found[0], expected[0], rtol=1e-12)
+    assert_close(found[1], expected[1], of_zero=1e-13)
 
 
 @thorough_for("compiled")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["graph", "compiled"])
 def test_as_one_tape(mode):
     clip, batch = Clip(), data(11)
-    expected = of_one_tape(
-        clip.forward, lambda *args: tf.reduce_mean(clip.loss(*args)), clip.variables, batch
-    )
-
-    def step(batch):
-        return value_and_gradients(
-            clip.loss, clip.variables, batch, micro_batch_size=4, forward=clip.forward
-        )
-
-    loss, gradients = MODES[mode](step)(batch)
+    loss, gradients = call(mode, clip.step(), batch)
     assert gradients.keys() == clip.variables.keys()
-    assert_same(expected, (loss, gradients))
+    assert_same((loss, gradients), clip.expected(batch))
 
 
 @settings(max_examples=10, deadline=None)
@@ -128,48 +115,27 @@ def test_any_batch_and_any_form_of_the_loss(examples, size, seed, form):
             return losses, weights
         return losses if form == "losses" else tf.math.log(1 + tf.reduce_sum(losses))
 
-    def whole(outputs, batch):
-        found = loss_fn(outputs, batch)
-        if form == "losses and weights":
-            return tf.reduce_sum(found[0] * found[1]) / tf.reduce_sum(found[1])
-        return tf.reduce_mean(found)
-
-    expected = of_one_tape(clip.forward, whole, clip.variables, batch)
-    found = value_and_gradients(
-        loss_fn, clip.variables, batch, micro_batch_size=size, forward=clip.forward
-    )
-    assert_same(expected, found)
+    assert_same(clip.step(size, loss_fn=loss_fn)(batch), clip.expected(batch, loss_fn))
 
 
 @thorough_for("graph")
-@pytest.mark.parametrize("mode", ["eager", "graph"])
+@with_python
 def test_random_layers_draw_the_same_in_both_passes(mode):
     """One tape over the same forward passes, joined. Seeds end where they end there."""
     batch = data(10)
-    results, seeds = [], []
-    for joins in (True, False):
-        clip = Clip(layers.Dropout(0.5, seed=1), layers.GaussianNoise(0.3, seed=2))
+    plain, clip = (
+        Clip(layers.Dropout(0.5, seed=1), layers.GaussianNoise(0.3, seed=2)) for _ in range(2)
+    )
 
-        def joined(batch, clip=clip):
-            parts = [clip.forward([t[i : i + 4] for t in batch]) for i in range(0, 10, 4)]
-            return tf.nest.map_structure(
-                lambda *each: None if each[0] is None else tf.concat(each, 0), *parts
-            )
+    def joined(batch):
+        parts = [plain.forward([t[i : i + 4] for t in batch]) for i in range(0, 10, 4)]
+        return tf.nest.map_structure(
+            lambda *each: None if each[0] is None else tf.concat(each, 0), *parts
+        )
 
-        def loss_fn(outputs, batch, clip=clip):
-            return tf.reduce_sum(clip.loss(outputs, batch))
-
-        def step(batch, clip=clip, loss_fn=loss_fn):
-            return value_and_gradients(
-                loss_fn, clip.variables, batch, micro_batch_size=4, forward=clip.forward
-            )
-
-        if joins:
-            results.append(of_one_tape(joined, loss_fn, clip.variables, batch))
-        else:
-            results.append(MODES[mode](step)(batch))
-        seeds.append([np.array(v) for v in clip.images.non_trainable_variables])
-    assert_same(*results)
+    found = call(mode, clip.step(), batch)
+    assert_same(found, plain.expected(batch, forward=joined))
+    seeds = [[np.array(v) for v in each.images.non_trainable_variables] for each in (clip, plain)]
     np.testing.assert_equal(*seeds)
 
 
@@ -179,14 +145,13 @@ def test_aux_comes_back_as_it_is():
     def loss_fn(outputs, batch):
         return clip.loss(outputs, batch), {"logits": outputs["images"], "examples": len(batch[0])}
 
-    (_, aux), _ = value_and_gradients(
-        loss_fn, clip.variables, batch, micro_batch_size=3, forward=clip.forward, has_aux=True
-    )
+    (_, aux), _ = clip.step(3, loss_fn=loss_fn, has_aux=True)(batch)
     np.testing.assert_allclose(aux["logits"], clip.images(batch[0]))
     assert aux["examples"] == 7
 
 
-def test_ragged_outputs():
+@with_python
+def test_ragged_outputs(mode):
     words = tf.ragged.constant([[1, 2], [3], [], [4, 5, 6], [7], [1, 1]])
     table = tf.Variable(np.random.default_rng(0).normal(size=(9, 2)))
 
@@ -197,16 +162,11 @@ def test_ragged_outputs():
         sums = tf.reduce_sum(outputs, 1)
         return tf.reduce_sum(tf.matmul(sums, sums, transpose_b=True) ** 2)
 
-    expected = of_one_tape(forward, loss_fn, [table], words)
-    for mode in ("eager", "graph"):
-
-        def step(words):
-            return value_and_gradients(loss_fn, [table], words, micro_batch_size=4, forward=forward)
-
-        assert_same(expected, MODES[mode](step)(words))
+    found = call(mode, accumulated(loss_fn, [table], 4, forward=forward), words)
+    assert_same(found, whole(loss_fn, forward, [table], words))
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
+@with_python
 def test_sequences_by_length(mode):
     rng = np.random.default_rng(1)
     tokens = rng.integers(1, 9, (9, 7)) * (np.arange(7) < rng.integers(1, 8, (9, 1)))
@@ -222,70 +182,36 @@ def test_sequences_by_length(mode):
         losses = softmax_losses(similarities(vectors, vectors))
         return losses + tf.reduce_sum(each**2 * tf.cast(tokens, tf.float64)[..., None], [1, 2])
 
-    def step(tokens):
-        return value_and_gradients(
-            loss_fn, [table], tokens, micro_batch_size=2, sequence_axis=1, forward=forward
-        )
-
     tokens = tf.constant(tokens)
-    expected = of_one_tape(forward, lambda *args: tf.reduce_mean(loss_fn(*args)), [table], tokens)
-    assert_same(expected, MODES[mode](step)(tokens))
+    step = accumulated(loss_fn, [table], 2, sequence_axis=1, forward=forward)
+    assert_same(call(mode, step, tokens), whole(loss_fn, forward, [table], tokens))
 
 
 # Replicas
 
+REPLICAS = [((6, 2), True)]
+MORE_REPLICAS = [((4, 4), True), ((0, 8), True), ((8, 0), True), ((6, 2), False), ((8, 0), False)]
+
 
 @pytest.mark.parametrize(
     ("sizes", "graph"),
-    [
-        ((6, 2), True),
-        *[
-            pytest.param(*each, marks=thorough)
-            for each in [
-                ((4, 4), True),
-                ((0, 8), True),
-                ((8, 0), True),
-                ((6, 2), False),
-                ((8, 0), False),
-            ]
-        ],
-    ],
+    [*REPLICAS, *(pytest.param(*each, marks=thorough) for each in MORE_REPLICAS)],
 )
 def test_replicas_see_the_outputs_of_all(sizes, graph):
     batch = data(8)
-    clip, plain = made_in(mirrored(2), Clip), Clip()
-    expected = of_one_tape(
-        plain.forward, lambda *args: tf.reduce_mean(plain.loss(*args)), plain.variables, batch
-    )
-
-    def function(batch):
-        loss, gradients = value_and_gradients(
-            clip.loss, clip.variables, batch, micro_batch_size=4, forward=clip.forward
-        )
-        return loss, [g for g in tf.nest.flatten(gradients) if g is not None]
-
-    losses, gradients = on_replicas(function, batch, sizes, graph)
-    for loss in losses:
-        np.testing.assert_allclose(loss, expected[0], rtol=1e-12)
-    found = [g for g in expected[1] if g is not None]
-    assert len(found) == len(gradients)
-    for one, parts in zip(found, gradients):
-        np.testing.assert_allclose(one, sum(parts), rtol=1e-10, atol=1e-13)
+    clip = made_in(mirrored(2), Clip)
+    check_on_replicas(clip.step(), Clip().expected(batch), batch, sizes, graph)
 
 
 def test_replicas_that_come_to_different_losses_are_refused():
-    clip, batch = made_in(mirrored(2), Clip), data(8)
+    clip = made_in(mirrored(2), Clip)
 
     def loss_fn(outputs, batch):
         return clip.loss(outputs, batch) * tf.random.uniform([], dtype=tf.float64)
 
-    def function(batch):
-        return value_and_gradients(
-            loss_fn, clip.variables["images"], batch, micro_batch_size=4, forward=clip.forward
-        )[0]
-
+    step = clip.step(loss_fn=loss_fn)
     with pytest.raises(tf.errors.InvalidArgumentError, match="the same loss of the whole batch"):
-        on_replicas(function, batch, (4, 4))
+        on_replicas(lambda batch: step(batch)[0], data(8), (4, 4))
 
 
 # What is refused
@@ -298,7 +224,7 @@ def test_replicas_that_come_to_different_losses_are_refused():
 )
 @pytest.mark.parametrize("seeded", [False, True], ids=["drawn anew", "from a seed"])
 def test_random_numbers_must_be_drawn_from_seeds(mode, match, seeded):
-    clip, batch = Clip(), data(6)
+    clip = Clip()
     draw = tf.function(lambda shape: tf.random.normal(shape, dtype=tf.float64))
 
     def forward(micro_batch):
@@ -310,39 +236,37 @@ def test_random_numbers_must_be_drawn_from_seeds(mode, match, seeded):
             noise = draw(shape)
         return {**outputs, "images": outputs["images"] + noise}
 
-    def step(batch):
-        return value_and_gradients(
-            clip.loss, clip.variables, batch, micro_batch_size=2, forward=forward
-        )
-
+    step = clip.step(2, forward=forward)
     if seeded:
-        MODES[mode](step)(batch)
+        call(mode, step, data(6))
     else:
         with pytest.raises(ValueError, match=f"runs twice.*{match}"):
-            MODES[mode](step)(batch)
+            call(mode, step, data(6))
 
 
-def test_what_forward_returns_must_have_the_examples_first():
-    clip, batch = Clip(), data(6)
+EXAMPLES_FIRST = "What forward returns must have the examples first"
 
-    def refused(forward, match, loss_fn=clip.loss):
-        with pytest.raises(ValueError, match=match):
-            value_and_gradients(loss_fn, clip.variables, batch, micro_batch_size=2, forward=forward)
 
-    refused(lambda _: tf.constant(1.0), r"What forward returns must have the examples first")
-    refused(lambda _: tf.zeros([5, 2]), r"What forward returns must have the examples first")
-    refused(lambda _: tf.sparse.eye(2), r"must be dense or ragged")
-    refused(3, r"^forward must be a function of a micro-batch")
-    refused(lambda: None, r"^forward must take one argument")
-    refused(clip.forward, r"^loss_fn must take two arguments with forward=", lambda outputs: 0.0)
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"forward": lambda _: tf.constant(1.0)}, EXAMPLES_FIRST),
+        ({"forward": lambda _: tf.zeros([5, 2])}, EXAMPLES_FIRST),
+        ({"forward": lambda _: tf.sparse.eye(2)}, "must be dense or ragged"),
+        ({"forward": 3}, "^forward must be a function of a micro-batch"),
+        ({"forward": lambda: None}, "^forward must take one argument"),
+        ({"loss_fn": lambda outputs: 0.0}, "^loss_fn must take two arguments with forward="),
+    ],
+)
+def test_what_forward_returns_must_have_the_examples_first(changed, match):
+    with pytest.raises(ValueError, match=match):
+        Clip().step(2, **changed)(data(6))
 
 
 def test_batch_normalization_is_said_and_written_once():
     clip, batch = Clip(layers.BatchNormalization(momentum=0.5)), data(6)
     hidden = clip.images.layers[0](batch[0])
     with pytest.warns(macrobatch.ExactnessWarning, match="normalises by the statistics"):
-        value_and_gradients(
-            clip.loss, clip.variables, batch, micro_batch_size=2, forward=clip.forward
-        )
+        clip.step(2)(batch)
     moving = clip.images.layers[1].moving_mean
     np.testing.assert_allclose(moving, 0.5 * tf.reduce_mean(hidden, 0), rtol=1e-10)

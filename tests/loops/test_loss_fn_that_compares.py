@@ -1,23 +1,21 @@
-"""Examples that meet in value_and_gradients are found, where Python can see them."""
+"""The check of value_and_gradients whether examples interact: of which functions it says what."""
 
+import re
 import warnings
+from typing import Callable, NamedTuple, Optional, Sequence
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from keras import layers
-from support import thorough_for
-from test_accumulator_everywhere import mirrored
+from support import mirrored, thorough
+from support.interaction import ByNumber, Centred
+from support.loops import accumulated, made_in, on_replicas
 
-from macrobatch import ExactnessWarning, value_and_gradients
+from macrobatch import ExactnessWarning
 
-X = np.random.default_rng(0).normal(size=[24, 5])
-
-
-class Centred(layers.Layer):
-    def call(self, x):
-        return x - keras.ops.mean(x, axis=0, keepdims=True)
+X = tf.constant(np.random.default_rng(0).normal(size=[24, 5]))
 
 
 def model_of(*inner):
@@ -29,121 +27,121 @@ def contrastive(z):
     return tf.reduce_logsumexp(tf.matmul(z, z, transpose_b=True), 1)
 
 
-def said_of(loss_fn, variables, mode="eager", size=6, **options):
-    """What is said of a function, of which two steps are made. The second has nothing to say."""
+def weighted(x, z):
+    """With weights whose number differs from micro-batch to micro-batch."""
+    return tf.square(x) * tf.reduce_sum(z, 1, keepdims=True), tf.cast(x > 0, x.dtype)
 
-    def step(x):
-        return value_and_gradients(loss_fn, variables, x, micro_batch_size=size, **options)[0]
 
-    if mode != "eager":
-        step = tf.function(step, jit_compile=mode == "compiled")
+def said_by(step):
+    """What two calls say of a function. The second has nothing to say."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            step(tf.constant(X))
+            step(X)
     assert all(each.category is ExactnessWarning for each in caught)
     return [str(each.message) for each in caught]
 
 
-@pytest.mark.parametrize("size", [1, 6])
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_a_loss_in_which_examples_meet(mode, size):
-    model = model_of()
-    (message,) = said_of(lambda x: contrastive(model(x)), model.trainable_variables, mode, size)
-    assert message.startswith("Examples meet in loss_fn. ")
-    assert "forward=" in message
+class Case(NamedTuple):
+    loss_fn: Callable  # of a model
+    said: Optional[str] = None  # what the warning begins with, a pattern; nothing is said
+    inner: Callable[[], Sequence] = list  # layers of the model
+    forward: Optional[Callable] = None  # of a model
+    size: int = 6
+    has_aux: bool = False
+
+    def said_in(self, mode):
+        model = model_of(*self.inner())
+        step = accumulated(
+            self.loss_fn(model),
+            model.trainable_variables,
+            self.size,
+            has_aux=self.has_aux,
+            forward=self.forward and self.forward(model),
+        )
+        if mode != "eager":
+            step = tf.function(step, jit_compile=mode == "compiled")
+        return said_by(lambda x: step(x)[0])
+
+
+def dropout():
+    return [layers.Dropout(0.5)]
+
+
+def centred():
+    return [Centred(name="culprit"), layers.Dense(2)]
+
+
+def by_number():
+    return [ByNumber(name="culprit"), layers.Dense(2)]
+
+
+def by_example():
+    return [layers.Dropout(0.5), layers.GaussianNoise(0.1), layers.LayerNormalization()]
+
+
+# The model, and a loss of the whole batch that may compare.
+FORWARD = {
+    "loss_fn": lambda model: lambda z, x: contrastive(z),
+    "forward": lambda model: lambda x: model(x, training=True),
+}
+LOSS = Case(lambda model: lambda x: contrastive(model(x)), r"Examples meet in loss_fn\. .*forward=")
+NUMBER = Case(
+    lambda model: lambda x: tf.reduce_mean(tf.square(model(x)), 1) / len(x),
+    "loss_fn depends on how many examples a micro-batch has, ",
+    size=12,
+)
+NUMBER_IN_FORWARD = Case(
+    said=r"forward depends on how many .*\(because of these layers: 'culprit'\)",
+    inner=by_number,
+    size=12,
+    **FORWARD,
+)
+CASES = {
+    "loss": LOSS,
+    "loss-of-one": LOSS._replace(size=1),
+    "not-cut": LOSS._replace(size=24, said=None),
+    "layer": Case(
+        lambda model: lambda x: (tf.reduce_mean(tf.square(model(x))), {"aux": x}),
+        r"Examples meet in these layers, which loss_fn calls: 'culprit'\. ",
+        inner=centred,
+        has_aux=True,
+    ),
+    "forward": Case(**FORWARD),
+    "layer-in-forward": Case(
+        said=r"Examples meet in these layers, which forward calls: 'culprit'\. ",
+        inner=lambda: centred()[:1],
+        **FORWARD,
+    ),
+    "number": NUMBER,
+    "number-behind-dropout": NUMBER._replace(inner=dropout),
+    "number-in-forward": NUMBER_IN_FORWARD,
+    "number-in-forward-behind-dropout": NUMBER_IN_FORWARD._replace(
+        inner=lambda: dropout() + by_number()
+    ),
+    "by-example": Case(
+        lambda model: lambda x: weighted(x, model(x, training=True)), inner=by_example
+    ),
+    # Its draws cannot be put back.
+    "drawing": Case(
+        lambda model: lambda x: tf.square(model(x + tf.random.normal([5], dtype=x.dtype))),
+        "It is not known whether examples meet",
+    ),
+    "not-finite": Case(lambda model: lambda x: tf.math.log(-tf.abs(model(x))), ".*NaN or infinite"),
+}
 
 
 @pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_a_layer_in_which_examples_meet(mode):
-    model = model_of(Centred(name="culprit"), layers.Dense(2))
-
-    def loss_fn(x):
-        return tf.reduce_mean(tf.square(model(x))), {"aux": x}
-
-    (message,) = said_of(loss_fn, model.trainable_variables, mode, has_aux=True)
-    assert message.startswith("Examples meet in these layers, which loss_fn calls: 'culprit'. ")
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_said(case, mode):
+    found, said = CASES[case].said_in(mode), CASES[case].said
+    assert len(found) == (said is not None)
+    assert all(re.match(said, message, re.DOTALL) for message in found)
 
 
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_a_loss_of_the_whole_batch_may_compare_and_forward_may_not(mode):
-    def loss_fn(outputs, x):
-        return contrastive(outputs)
-
-    for inner in ([], [Centred(name="culprit")]):
-        model = model_of(*inner)
-        said = said_of(loss_fn, model.trainable_variables, mode, forward=lambda x, m=model: m(x))
-        starts = ["Examples meet in these layers, which forward calls: 'culprit'. "] * len(inner)
-        assert [message[: len(start)] for message, start in zip(said, starts)] == starts
-        assert len(said) == len(starts)
-
-
-class ByNumber(layers.Layer):
-    def call(self, x):
-        return x / keras.ops.cast(keras.ops.shape(x)[0], x.dtype)
-
-
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-@pytest.mark.parametrize("inner", [[], [layers.Dropout(0.5)]])
-def test_what_depends_on_how_many_examples_there_are(mode, inner):
-    size = 12
-
-    def of_number(model):
-        return lambda x: tf.reduce_mean(tf.square(model(x)), 1) / len(x)
-
-    model = model_of(*inner)
-    (message,) = said_of(of_number(model), model.trainable_variables, mode, size)
-    assert message.startswith("loss_fn depends on how many examples a micro-batch has, ")
-
-    model = model_of(*inner, ByNumber(name="culprit"), layers.Dense(2))
-    forward = {"forward": lambda x: model(x, training=True)}
-    said = said_of(lambda z, x: contrastive(z), model.trainable_variables, mode, size, **forward)
-    assert [message[:28] for message in said] == ["forward depends on how many "]
-    assert "(because of these layers: 'culprit')" in said[0]
-
-
-@thorough_for("compiled")
-@pytest.mark.parametrize("mode", ["eager", "graph", "compiled"])
-def test_what_is_by_example_is_silent(mode):
-    model = model_of(layers.Dropout(0.5), layers.GaussianNoise(0.1), layers.LayerNormalization())
-
-    def loss_fn(x):
-        weights = tf.cast(x > 0, x.dtype)  # whose number differs from micro-batch to micro-batch
-        return tf.square(x) * tf.reduce_sum(model(x, training=True), 1, keepdims=True), weights
-
-    assert said_of(loss_fn, model.trainable_variables, mode) == []
-
-
-def test_a_compiled_function_calls_no_python():
-    model = model_of()
-    loss_fn = lambda x: contrastive(model(x))  # noqa: E731
-    assert said_of(loss_fn, model.trainable_variables, "compiled") == []
-
-
-def test_a_batch_that_is_not_cut_is_silent():
-    model = model_of()
-    assert said_of(lambda x: contrastive(model(x)), model.trainable_variables, size=24) == []
-
-
-@pytest.mark.parametrize("mode", ["eager", "graph"])
-def test_no_verdict_where_draws_are_not_put_back(mode):
-    model = model_of()
-
-    def loss_fn(x):
-        return tf.square(model(x + tf.random.normal([5], dtype=x.dtype)))
-
-    (message,) = said_of(loss_fn, model.trainable_variables, mode)
-    assert message.startswith("It is not known whether examples meet")
-
-
-def test_no_verdict_where_the_loss_is_not_finite():
-    model = model_of()
-
-    def loss_fn(x):
-        return tf.math.log(-tf.abs(model(x)))
-
-    (message,) = said_of(loss_fn, model.trainable_variables, "eager")
-    assert "NaN or infinite" in message
+@pytest.mark.parametrize("case", ["loss", pytest.param("by-example", marks=thorough)])
+def test_a_compiled_function_calls_no_python(case):
+    assert CASES[case].said_in("compiled") == []
 
 
 def test_a_function_of_tensors_of_its_graph_is_silent():
@@ -153,14 +151,11 @@ def test_a_function_of_tensors_of_its_graph_is_silent():
     @tf.function
     def step(x):
         largest = tf.reduce_max(x)
-        return value_and_gradients(
-            lambda x: tf.square(model(x)) * largest,
-            model.trainable_variables,
-            x,
-            micro_batch_size=6,
-        )[0]
+        return accumulated(
+            lambda x: tf.square(model(x)) * largest, model.trainable_variables, size=6
+        )(x)[0]
 
-    step(tf.constant(X))
+    assert said_by(step) == []
 
 
 def test_weights_move_after_the_trial():
@@ -177,35 +172,21 @@ def test_weights_move_after_the_trial():
     @tf.function
     def step(x):
         trained = model.trainable_variables
-        _, gradients = value_and_gradients(loss_fn, trained, x, micro_batch_size=6)
+        _, gradients = accumulated(loss_fn, trained, 6)(x)
         optimizer.apply(gradients, trained)
         with tf.control_dependencies(gradients):
             variable.assign(3.0)
 
-    step(tf.constant(X))
+    step(X)
     assert set(calls) == {1.0}
 
 
 def test_replicas():
-    strategy = mirrored(2)
-    with strategy.scope():
-        model = model_of()
+    model = made_in(mirrored(2), model_of)
+    step = accumulated(lambda x: contrastive(model(x)), model.trainable_variables, 6)
 
-    def loss_fn(x):
-        return contrastive(model(x))
+    def loss(x):
+        return step(x)[0]
 
-    @tf.function
-    def step(x):
-        return strategy.run(
-            lambda x: value_and_gradients(
-                loss_fn, model.trainable_variables, x, micro_batch_size=6
-            )[0],
-            args=(x,),
-        )
-
-    batches = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensors(X).rebatch(24))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", ExactnessWarning)
-        step(next(iter(batches)))
-    found = [str(each.message) for each in caught if each.category is ExactnessWarning]
-    assert [message[:25] for message in found] == ["Examples meet in loss_fn."]
+    (message,) = said_by(lambda x: on_replicas(loss, x, (12, 12)))
+    assert message.startswith("Examples meet in loss_fn.")

@@ -99,14 +99,14 @@ MUTANTS = [
         "_keras/scope.py",
         "self.made_variables = bool(_internals.variables_without_value())",
         "self.made_variables = False",
-        (TESTS + "test_layers_that_are_built_in_loss_fn[drawn-graph]",),
+        (TESTS + "test_layers_that_are_built_in_loss_fn",),
     ),
     Mutant(
         "loop: regularised weights missing in the scope",
         "_keras/scope.py",
         "return _internals.raw_value(variable) if value is None else value",
         "return value",
-        (TESTS + "test_layers_that_are_built_in_loss_fn[regularised-graph]",),
+        (TESTS + "test_layers_that_are_built_in_loss_fn",),
     ),
     Mutant(
         "loop: loss_fn not converted",

@@ -199,7 +199,7 @@ MUTANTS = [
         TRIAL,
         "    return examples > 1 and (several or cut.size is None or examples > cut.size)\n",
         "    return examples > 1\n",
-        (SAID + "[not-cut]", LOSS_FN + "a_batch_that_is_not_cut_is_silent"),
+        (SAID + "[not-cut]", LOSS_FN + "what_is_said[not-cut-eager]"),
     ),
     Mutant(
         "meet: one example is taken for a group",
@@ -220,7 +220,7 @@ MUTANTS = [
         TRIAL,
         "        _done.add(self._code, None, self._variables)\n",
         "",
-        (LOSS_FN + "a_loss_in_which_examples_meet",),
+        (LOSS_FN + "what_is_said[loss-eager]",),
     ),
     Mutant(
         "meet: losses that are not finite are taken for a verdict",

@@ -81,14 +81,16 @@ def dense(gradient):
     return tf.convert_to_tensor(gradient) if isinstance(gradient, tf.IndexedSlices) else gradient
 
 
-def assert_close(actual, expected, tolerance=1e-10):
+def assert_close(actual, expected, tolerance=1e-10, of_zero=None):
+    """Asserts that nests are the same, values that should be 0 up to `of_zero`."""
+    of_zero = tolerance if of_zero is None else of_zero
     actual, expected = tf.nest.flatten(actual), tf.nest.flatten(expected)
     assert len(actual) == len(expected)
     for a, b in zip(actual, expected):
         if a is None or b is None:
             assert a is b
         else:
-            np.testing.assert_allclose(dense(a), dense(b), rtol=tolerance, atol=tolerance)
+            np.testing.assert_allclose(dense(a), dense(b), rtol=tolerance, atol=of_zero)
 
 
 # Replicas
@@ -115,6 +117,24 @@ def on_replicas(function, batch, sizes, graph=True):
 
     results = (_in_graph(function) if graph else _run(function))(distributed)
     return tf.nest.map_structure(strategy.experimental_local_results, results)
+
+
+def check_on_replicas(step, expected, batch, sizes, graph=True):
+    """Each replica has the loss of the whole batch, and their gradients sum to its gradients."""
+
+    def function(batch):
+        loss, gradients = step(batch)
+        return loss, _without_none(gradients)
+
+    losses, gradients = on_replicas(function, batch, sizes, graph)
+    for loss in losses:
+        np.testing.assert_allclose(loss, expected[0], rtol=1e-12)
+    sums = [tf.add_n([dense(part) for part in parts]) for parts in gradients]
+    assert_close(sums, _without_none(expected[1]), of_zero=1e-13)
+
+
+def _without_none(gradients):
+    return [gradient for gradient in tf.nest.flatten(gradients) if gradient is not None]
 
 
 def _run(function):
