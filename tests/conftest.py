@@ -35,8 +35,6 @@ if BACKEND == "jax" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 collect_ignore = ["mutants", "processes/scripts"]
 if BACKEND == "tensorflow":
     collect_ignore.append("backends")
-else:
-    collect_ignore += ["fit/test_keras_trainer.py", "fit/test_batch_norm.py"]
 
 OTHERS = {"tensorflow", "jax", "torch"} - {BACKEND}
 IMPORTS_ANOTHER = re.compile(rf"^(import|from) ({'|'.join(OTHERS)})\w*\b", re.MULTILINE)

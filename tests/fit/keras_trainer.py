@@ -1,5 +1,4 @@
-"""A plugin of pytest for Keras' own trainer tests: their models are accumulated. As a script, it
-runs pytest with itself as a plugin.
+"""A plugin of pytest for Keras' own trainer tests: their models are accumulated.
 
 Each model without a train step of its own is cut into micro-batches of two when it is compiled.
 With MACROBATCH_PLAIN=1 they stay plain, to see what plain Keras does.
@@ -12,7 +11,6 @@ import sys
 import types
 
 import keras
-import pytest
 
 import macrobatch
 
@@ -59,7 +57,3 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_terminal_summary(terminalreporter):
     terminalreporter.write_line(f"{accumulated} models accumulated, Keras {keras.__version__}")
-
-
-if __name__ == "__main__":
-    sys.exit(pytest.main(["-p", "keras_trainer", *sys.argv[1:]]))

@@ -18,6 +18,8 @@ from support import (
     array,
     assert_same,
     build_pair,
+    modes,
+    only_on,
     slow_on,
     thorough,
     thorough_for,
@@ -363,10 +365,9 @@ def test_each_micro_batch_draws_anew_and_runs_can_be_repeated(seed):
     np.testing.assert_array_equal(*ends)
 
 
-@thorough_for("compiled", *(["eager"] if BACKEND != "torch" else []))
-@pytest.mark.skipif(BACKEND == "jax", reason="JAX draws with seeds of layers only")
+@only_on("tensorflow", "torch")  # JAX draws with seeds of layers only.
 @pytest.mark.filterwarnings("ignore:jit_compile=True has no effect")
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", modes("graph"))
 def test_the_global_seed_generator_advances(mode):
     class Noise(layers.Layer):
         def call(self, inputs, training=False):
@@ -379,8 +380,7 @@ def test_the_global_seed_generator_advances(mode):
 # Precision
 
 
-@thorough_for(*(["compiled"] if BACKEND != "tensorflow" else []))
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", modes("graph eager compiled"))
 def test_an_overflow_skips_the_update_whole_and_halves_the_scale_once(mode):
     keras.config.set_floatx("float32")
     keras.config.set_dtype_policy("mixed_float16")

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from builders import X, Y, data, dense
 from keras import layers, losses, ops, optimizers
-from support import BACKEND, MODES, thorough_for
+from support import BACKEND, MODES, only_on, thorough_for
 from support.unchanged import unchanged
 
 import macrobatch
@@ -96,7 +96,7 @@ def test_accumulation_by_the_optimizer_too(wrap):
     refused(compiled(dense(), optimizer=wrap(own)), "gradient_accumulation_steps=2")
 
 
-@pytest.mark.skipif(BACKEND == "tensorflow", reason="steps of the user's are cut there")
+@only_on("jax", "torch")  # On TensorFlow steps of the user's are cut.
 def test_an_own_train_step():
     class Own(keras.Model):
         def train_step(self, *args):
@@ -106,7 +106,7 @@ def test_an_own_train_step():
         macrobatch.accumulate(Own())
 
 
-@pytest.mark.skipif(BACKEND != "jax", reason="NNX is of JAX")
+@only_on("jax")
 def test_nnx(monkeypatch):
     monkeypatch.setattr(keras.config, "is_nnx_enabled", lambda: True)
     with pytest.raises(ValueError, match="KERAS_NNX_ENABLED"):
@@ -126,7 +126,7 @@ def test_parts_of_different_lengths():
         model.train_on_batch({"x": X, "temperature": np.float64(1.0)}, Y)
 
 
-@pytest.mark.skipif(BACKEND != "tensorflow", reason="others have errors of their own for them")
+@only_on("tensorflow")  # Others have errors of their own for them.
 @pytest.mark.parametrize("size", [1, 3, 4])
 @pytest.mark.parametrize("mode", UNCOMPILED)
 def test_weights_that_keras_would_refuse(size, mode):
@@ -176,3 +176,13 @@ def test_lengths(wrong):
     cut = {"micro_batch_size": 3, "sequence_axis": 1, "lengths": lambda x, y, w: wrong}
     match = "lengths= must be a function that returns"
     refused(model, match, np.ones([8, 3], "int32"), np.ones([8, 3, 2]), cut)
+
+
+@only_on("jax")
+def test_what_is_refused_leaves_an_accumulated_model_as_it_is():
+    """Others have no setting that is refused as late; TensorFlow has train steps for it."""
+    model = macrobatch.accumulate(model_of(layers.Dense(1), shape=(None, 4)), 3)
+    before = macrobatch.settings_of(model), dict(vars(model))
+    with pytest.raises(ValueError, match=r"sequence_axis=1 and whole_batch_loss=True"):
+        macrobatch.accumulate(model, 3, sequence_axis=1, whole_batch_loss=True)
+    assert (macrobatch.settings_of(model), dict(vars(model))) == before

@@ -52,6 +52,15 @@ def only_on(*backends):
     return pytest.mark.skipif(BACKEND not in backends, reason=f"of {' and '.join(backends)}")
 
 
+def modes(quick):
+    """The modes of this backend, as parameters: `make test` runs the quick ones on TensorFlow.
+
+    On other backends, what they do unless told otherwise.
+    """
+    chosen = quick.split() if BACKEND == "tensorflow" else [next(iter(MODES))]
+    return [pytest.param(mode, marks=() if mode in chosen else thorough) for mode in MODES]
+
+
 class DensePlain(keras.Model):
     """Plain Keras with its gradient made dense: the reference where rows of a table repeat.
 

@@ -5,19 +5,15 @@ that could be looked at. The layers around them are named all the same.
 import keras
 import numpy as np
 import pytest
+from builders import data
 from keras import layers, ops
-from support import BACKEND, thorough
+from support import slow_on
+from support.interaction import Centred
 
 import macrobatch
 
-X = np.random.default_rng(0).normal(size=(16, 5, 3))
+X = data(16, 5, 3)
 Y = X[:, :2, 0]
-slow_on_jax = thorough if BACKEND == "jax" else lambda test: test
-
-
-class Centred(layers.Layer):
-    def call(self, x):
-        return x - ops.mean(x, axis=0, keepdims=True)
 
 
 class Mapped(layers.Layer):
@@ -52,13 +48,11 @@ def test_a_layer_in_which_examples_meet_is_named(kind):
         model.train_on_batch(X, Y)
 
 
-@slow_on_jax
+@slow_on("jax", "tensorflow")
 def test_verify_names_it_too():
     model = model_of("cells", Centred(name="culprit"))
-    report = macrobatch.verify(model, X, Y, micro_batch_size=4)
-    assert [(cause.kind, cause.names) for cause in report.causes] == [
-        ("examples_meet", ("culprit",))
-    ]
+    (cause,) = macrobatch.verify(model, X, Y, micro_batch_size=4).causes
+    assert (cause.kind, cause.names) == ("examples_meet", ("culprit",))
 
 
 @kinds
