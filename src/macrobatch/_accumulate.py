@@ -1,7 +1,7 @@
 """accumulate and release: fit() on whole batches, in the memory of micro-batches."""
 
 import contextlib
-from typing import Any, Callable, ContextManager, Optional, TypeVar, Union
+from typing import Any, Callable, ContextManager, Literal, Optional, TypeVar, Union
 
 import keras
 
@@ -20,15 +20,15 @@ Model = TypeVar("Model")
 
 def accumulate(
     model: Model,
-    micro_batch_size: Union[int, str, None] = None,
+    micro_batch_size: Union[int, Literal["auto"], None] = None,
     *,
-    micro_batch_tokens: Union[int, str, None] = None,
+    micro_batch_tokens: Union[int, Literal["auto"], None] = None,
     sequence_axis: Optional[int] = None,
     lengths: Optional[Callable[[Any, Any, Any], Any]] = None,
     micro_batch_weight: Optional[Callable[[Any, Any, Any], Any]] = None,
     whole_batch_loss: bool = False,
     memory_limit: Union[int, float, str, None] = None,
-    nonfinite: str = "propagate",
+    nonfinite: Literal["propagate", "skip", "raise"] = "propagate",
 ) -> Model:
     """Makes a Keras model train on whole batches in the memory of micro-batches.
 

@@ -4,6 +4,7 @@ The update is made from sum(weight * gradient) / sum(weight) over a window of mi
 """
 
 import numbers
+import sys
 from typing import Any, Callable, List, Optional, TypeVar, Union
 
 import numpy as np
@@ -14,6 +15,9 @@ from macrobatch._checks import NONFINITE, one_of
 from macrobatch._tensorflow import checks, graph, replicas, sums, update, window_checks
 from macrobatch._tensorflow.window import ROWS, Kinds, Window
 from macrobatch._types import Tensor, Variable
+
+if sys.version_info >= (3, 8):
+    from typing import Literal
 
 Method = TypeVar("Method", bound=Callable[..., Any])
 
@@ -79,8 +83,8 @@ class GradientAccumulator(tf.Module):
         variables: Any,
         steps: Optional[int] = None,
         *,
-        reduction: str = "mean",
-        nonfinite: str = "propagate",
+        reduction: "Literal['mean', 'sum']" = "mean",
+        nonfinite: "Literal['propagate', 'skip', 'raise']" = "propagate",
     ):
         super().__init__(name="gradient_accumulator")
         self._steps = window_checks.steps(steps)

@@ -1,8 +1,7 @@
 """settings_of: what a model was asked to accumulate with, and what is in force."""
 
-from typing import Any, Callable, Dict, NamedTuple, Optional, Union
+from typing import Any, Callable, Dict, Literal, NamedTuple, Optional, Union
 
-from macrobatch._checks import NONFINITE
 from macrobatch._keras.installed import accumulation_of
 
 
@@ -23,14 +22,14 @@ class Settings(NamedTuple):
         devices: the number of devices that share each batch.
     """
 
-    micro_batch_size: Union[int, str, None] = None
-    micro_batch_tokens: Union[int, str, None] = None
+    micro_batch_size: Union[int, Literal["auto"], None] = None
+    micro_batch_tokens: Union[int, Literal["auto"], None] = None
     sequence_axis: Optional[int] = None
     lengths: Optional[Callable[[Any, Any, Any], Any]] = None
     micro_batch_weight: Optional[Callable[[Any, Any, Any], Any]] = None
     whole_batch_loss: bool = False
     memory_limit: Union[int, float, str, None] = None
-    nonfinite: str = NONFINITE[0]
+    nonfinite: Literal["propagate", "skip", "raise"] = "propagate"
     size_in_use: Optional[int] = None
     devices: int = 1
 

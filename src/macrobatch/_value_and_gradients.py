@@ -1,7 +1,7 @@
 """value_and_gradients: the loss and the gradients of a whole batch, for loops of your own."""
 
 import functools
-from typing import Any, Callable, List, Optional, Tuple, Union
+from typing import Any, Callable, List, Literal, Optional, Tuple, Union
 
 import tensorflow as tf
 
@@ -35,8 +35,8 @@ def value_and_gradients(
     variables: Any,
     batch: Any,
     *,
-    micro_batch_size: Union[int, str, None] = None,
-    micro_batch_tokens: Union[int, str, None] = None,
+    micro_batch_size: Union[int, Literal["auto"], None] = None,
+    micro_batch_tokens: Union[int, Literal["auto"], None] = None,
     sequence_axis: Optional[int] = None,
     lengths: Optional[Callable[[Any], Any]] = None,
     has_aux: bool = False,

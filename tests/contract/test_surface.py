@@ -5,13 +5,17 @@
 
 import importlib.resources
 import json
+import os
 import pathlib
+import re
+import subprocess
+import sys
 
 import keras
 import numpy as np
 import pytest
 import surface
-from support import BACKEND, code_of, thorough
+from support import BACKEND, code_of, only_on, thorough
 
 import macrobatch
 
@@ -35,6 +39,36 @@ def test_nothing_public_has_changed(part, found):
 
 def test_the_package_is_typed():
     assert importlib.resources.files("macrobatch").joinpath("py.typed").is_file()
+
+
+MISTAKES = """
+import macrobatch
+
+model: object = None
+macrobatch.accumulate(model, "auto", nonfinite="skip")
+macrobatch.acumulate(model, 8)
+macrobatch.accumulate(model, "largest")
+macrobatch.accumulate(model, 8, nonfinite="ignore")
+macrobatch.find_micro_batch_size(model, model, objective="smallest")
+macrobatch.GradientAccumulator(model, [model], reduction="max")
+"""
+
+
+@only_on("tensorflow")
+def test_a_type_checker_sees_slips(tmp_path):
+    script, settings = tmp_path / "script.py", pathlib.Path(__file__).parents[2] / "pyproject.toml"
+    script.write_text(MISTAKES)
+    command = [sys.executable, "-m", "mypy", "--config-file", settings, "--cache-dir", tmp_path]
+    sources = str(pathlib.Path(macrobatch.__file__).parents[1])
+    environment = {**os.environ, "MYPYPATH": sources}
+    found = subprocess.run([*command, script], env=environment, capture_output=True, text=True)
+    lines = [int(each) for each in re.findall(r"script\.py:(\d+): error:", found.stdout)]
+    assert lines == [6, 7, 8, 9, 10], found
+
+
+def test_help_is_for_users():
+    assert not re.search(r"\b_[a-z]", macrobatch.__doc__)
+    assert [name for name in macrobatch.__all__ if name not in macrobatch.__doc__] == []
 
 
 # Exit codes

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import warnings
-from typing import Any, Callable, Dict, Iterator, Optional
+from typing import Any, Callable, Dict, Iterator, Literal, Optional
 
 import tensorflow as tf
 
@@ -40,12 +40,12 @@ def find_micro_batch_size(
     sample_weight: Any = None,
     *,
     memory_limit: MemoryLimit = None,
-    objective: str = "fastest",
+    objective: Literal["fastest", "largest"] = "fastest",
     sequence_axis: Optional[int] = None,
     lengths: Optional[Callable[[Any, Any, Any], Any]] = None,
     micro_batch_weight: Optional[Callable[[Any, Any, Any], Any]] = None,
     whole_batch_loss: bool = False,
-    micro_batch_tokens: Optional[str] = None,
+    micro_batch_tokens: Optional[Literal["auto"]] = None,
 ) -> Plan:
     """Finds the size of micro-batches that fits into memory and trains fastest.
 

@@ -1,7 +1,7 @@
 """verify: is the accumulated update that of the whole batch, for this model and this batch?"""
 
 import math
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, Callable, Dict, List, Literal, NamedTuple, Optional, Tuple, Union
 
 import keras
 import numpy as np
@@ -35,8 +35,8 @@ def verify(
     y: Any = None,
     sample_weight: Any = None,
     *,
-    micro_batch_size: Union[int, str, None] = None,
-    micro_batch_tokens: Union[int, str, None] = None,
+    micro_batch_size: Union[int, Literal["auto"], None] = None,
+    micro_batch_tokens: Union[int, Literal["auto"], None] = None,
     sequence_axis: Optional[int] = None,
     lengths: Optional[Callable[[Any, Any, Any], Any]] = None,
     micro_batch_weight: Optional[Callable[[Any, Any, Any], Any]] = None,
