@@ -125,14 +125,14 @@ MUTANTS = [
         TRIAL,
         "if size is not None:",
         "if size is None:",
-        (OF_PLAN + "trials_are_updates_of_accumulate",),
+        (OF_PLAN + "everything_fits",),
     ),
     Mutant(
         "plan: the model itself is tried",
         TRIAL,
         "self._model, _ = twin(model, as_it_trains=True)",
         "self._model = model",
-        (OF_PLAN + "each_size_has_a_model_of_its_own",),
+        (OF_PLAN + "everything_fits",),
     ),
     Mutant(
         "plan: trained values are not put back",
@@ -153,7 +153,7 @@ MUTANTS = [
         UNCHANGED,
         "lazily = {id(variable) for variable in rarely_written}",
         "lazily = set()",
-        (OF_PLAN + "frozen_weights_are_not_copied",),
+        (OF_PLAN + "what_is_kept_to_be_put_back_needs_room_too[False]",),
     ),
     Mutant(
         "plan: nothing fits, and all is well",

@@ -88,7 +88,10 @@ def taken(values):
     if BACKEND == "jax":
         return _taken_on_jax(values)
     if tf.executing_eagerly():
-        return Room.take(values)
+        try:
+            return Room.take(values)
+        except MemoryError as error:
+            raise OutOfMemory(None, None, str(error)) from None
     with tf.control_dependencies([tf.py_function(Room.take, [values], values.dtype)]):
         return tf.identity(values)
 
@@ -107,11 +110,12 @@ class Counter:
     """Counts the memory that `Room` takes, as the system counts that of a process.
 
     Attributes:
+        base: bytes that were there before.
         left: bytes that each piece of work leaves behind.
         resets: how often it was asked to forget the past.
     """
 
-    can_reset, left, resets = True, 0, 0
+    can_reset, base, left, resets = True, BASE, 0, 0
 
     def reset(self):
         if self.can_reset:
@@ -119,7 +123,7 @@ class Counter:
             Room.ran.clear()
 
     def now(self):
-        return BASE + self.left * self.resets
+        return self.base + self.left * max(0, self.resets - 1)
 
     def read(self):
         return self.now() + Room.bytes(max(Room.ran, default=0))
