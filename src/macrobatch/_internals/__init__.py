@@ -1,7 +1,7 @@
 """Every private name of Keras and TensorFlow that macrobatch uses, each with the reason.
 
-There is no public way to any of them. tests/rooms/test_internals.py names each of them, so that a
-new version of Keras or TensorFlow without one of them is noticed there. Nothing is imported before
+There is no public way to any of them. tests/contract_of_keras names each of them, so that a new
+version of Keras or TensorFlow without one of them is noticed there. Nothing is imported before
 a function needs it: the room is open to any backend of Keras, and to TensorFlow 1.14.
 """
 
