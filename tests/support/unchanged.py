@@ -5,6 +5,7 @@ import contextlib
 import numpy as np
 import pytest
 
+import support
 from support import BACKEND, array
 
 
@@ -12,7 +13,10 @@ def state_of(model):
     """Weights, slots, statistics, seeds, metrics and counters, by their names."""
     optimizer = [] if model.optimizer is None else model.optimizer.variables
     variables = [*model.variables, *model.metrics_variables, *optimizer]
-    found = {(v.path, id(v)): array(v.value) for v in variables}
+    found = {}
+    for v in variables:
+        copies = support.strategy.experimental_local_results(v.value)
+        found[v.path, id(v)] = [array(copy) for copy in copies]
     if BACKEND == "torch":
         found.update((f"buffer {name}", array(each)) for name, each in model.named_buffers())
         for v in model.trainable_weights:
