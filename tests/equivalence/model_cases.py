@@ -66,6 +66,7 @@ OPTIMIZERS = {
     "clipvalue": lambda: optimizers.SGD(1.0, clipvalue=0.01),
     "weight_decay": lambda: optimizers.SGD(0.1, weight_decay=0.3),
     "ema": lambda: optimizers.SGD(0.1, use_ema=True, ema_momentum=0.8, ema_overwrite_frequency=2),
+    "averages": lambda: optimizers.Adam(0.1, use_ema=True, ema_momentum=0.8),
     "schedule": lambda: optimizers.Adam(
         optimizers.schedules.ExponentialDecay(0.1, decay_steps=1, decay_rate=0.5)
     ),

@@ -361,11 +361,8 @@ def test_synchronized_layers_need_batches_of_a_fixed_size(strategy):
 
 @pytest.mark.parametrize("what", ["model", "optimizer", "metrics"])
 def test_what_is_made_outside_of_the_scope(what, strategy):
-    made = {
-        "optimizer": {"optimizer": optimizers.SGD(0.1)},
-        "metrics": {"metrics": [keras.metrics.AUC()]},
-    }
-    settings = {"optimizer": "sgd", "loss": "mse", **made.get(what, {})}
+    made = {"optimizer": optimizers.SGD(0.1), "metrics": [keras.metrics.AUC()]}
+    settings = {"optimizer": "sgd", "loss": "mse", **{k: v for k, v in made.items() if k == what}}
     if what == "model":
         model = mlp()
         model.compile(**settings)

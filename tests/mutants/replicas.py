@@ -243,7 +243,7 @@ MUTANTS = [
         "_keras/model.py",
         "return [*model.variables, *model.metrics_variables, *of_optimizer]",
         "return [*model.variables, *of_optimizer]",
-        (ON_REPLICAS + "test_parts_made_outside_of_the_scope[metrics]",),
+        (ON_REPLICAS + "test_what_is_made_outside_of_the_scope[metrics]",),
     ),
     Mutant(
         "replicas: they meet inside of the loop",
