@@ -69,7 +69,7 @@ MUTANTS = [
         ACCUMULATOR,
         "with self._window.lock, allowed:",
         "with self._window.lock:",
-        (EVERYWHERE + "test_a_weight_that_is_wrong_when_the_graph_runs",),
+        (EVERYWHERE + "test_what_is_wrong_when_the_graph_runs",),
     ),
     Mutant(
         "window: skipped counted as held",
