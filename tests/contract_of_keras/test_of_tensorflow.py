@@ -6,6 +6,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from support.loops import on_replicas
 from tensorflow.python.eager import context
 
 from macrobatch import _internals
@@ -100,6 +101,19 @@ def test_means_are_divided_by_the_number_of_replicas_in_one_place(monkeypatch):
     assert found() == (0.5, 2.0)
 
 
+def test_keras_divides_a_mean_by_the_number_of_replicas():
+    """Why losses inside strategy.run are to be averaged from reduction=None."""
+    x = tf.ones([4, 1], tf.float64)
+
+    def function(x):
+        mean = keras.losses.MeanSquaredError()
+        each = keras.losses.MeanSquaredError(reduction=None)
+        return mean(0 * x, x), tf.reduce_mean(each(0 * x, x))
+
+    means, averages = on_replicas(function, x, (2, 2))
+    assert ([float(m) for m in means], [float(a) for a in averages]) == ([0.5, 0.5], [1.0, 1.0])
+
+
 def test_writes_of_variables():
     seen, variable, of_keras = [], tf.Variable([1.0]), keras.Variable([1.0])
 
@@ -115,10 +129,10 @@ def test_writes_of_variables():
     assert [each is variable for each in seen] == [True] * 4 + [False]
 
 
-@pytest.mark.parametrize("name", ["_lookup_dependency", "_checkpoint_dependencies"])
-def test_checkpoints_ask_trackable_objects(name):
+def test_checkpoints_ask_trackable_objects():
     """GradientAccumulator's window overrides these: there are no public hooks."""
-    assert hasattr(tf.Module, name)
+    assert callable(tf.Module._lookup_dependency)
+    assert isinstance(tf.Module._checkpoint_dependencies, property)
 
 
 def test_copies_have_lists_of_their_own_for_checkpoints():

@@ -229,24 +229,6 @@ def test_a_loop_in_a_graph():
     assert float(v) == 8.5  # the mean of the last window
 
 
-def test_no_trace_but_the_first():
-    model = model_for("keras SGD")
-    optimizer = keras.optimizers.Adam(0.1)
-    accumulator = GradientAccumulator(optimizer, model.trainable_variables, steps=2)
-    traces = []
-
-    @tf.function(
-        input_signature=[tf.TensorSpec([None, 3], tf.int64), tf.TensorSpec([None, 1], tf.float64)]
-    )
-    def step(x, y):
-        traces.append(1)
-        return accumulator.step(gradients_of(model, x, y), weight=tf.shape(x)[0])
-
-    for examples in (1, 2, 3, 4, 5):
-        step(*data(examples))
-    assert len(traces) == 1
-
-
 def test_inside_a_compiled_function_all_gradients_must_be_there():
     v, w, accumulator = sgd_and(1.0, 1.0, steps=1)
     for function in (
@@ -326,8 +308,8 @@ def several(inner):
     return keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(inner))
 
 
-def nested(inner):
-    return keras.optimizers.LossScaleOptimizer(several(inner))
+def nested(inner, **arguments):
+    return keras.optimizers.LossScaleOptimizer(several(inner), **arguments)
 
 
 class Wrapper(keras.optimizers.SGD):
@@ -615,26 +597,12 @@ def test_replicas_clip_the_reduced_gradient_and_sum_rows_over_replicas():
     assert_close(model.trainable_variables, plain.trainable_variables)
 
 
-def test_after_it_the_optimizer_reduces_by_itself_again():
-    v, optimizer = replicated(lambda: keras.optimizers.SGD(1.0))
-    assert sums_on_replicas(v, optimizer) == 2.0
-    mirrored(2).run(lambda: optimizer.apply([own_one()], [v]))
-    assert v.numpy() == -3.0  # its own sum over replicas
-
-
 def test_a_strategy_of_one_device():
     strategy = tf.distribute.OneDeviceStrategy("CPU:0")
     v, accumulator = made_in(strategy, lambda: sgd_and(1.0, steps=2))
     for gradient in (ONE, 3 * ONE):
         strategy.run(lambda g=gradient: accumulator.step([g], weight=1))
     assert float(v) == -1.0
-
-
-@in_graphs_too
-def test_replicas_with_an_optimizer_in_an_optimizer(graph):
-    """The inner optimizer goes on in other threads, where it must not sum over replicas again."""
-    found = replicated(lambda: loss_scaled(initial_scale=2.0))
-    assert sums_on_replicas(*found, graph) == 1.0
 
 
 def test_a_replica_that_refuses_while_another_waits():
@@ -656,7 +624,10 @@ def test_a_replica_that_refuses_while_another_waits():
 
 
 def test_replicas_with_an_optimizer_that_somebody_else_has_wrapped():
-    """The wrapper has a __wrapped__ too, and reduces; gradients must not be summed twice."""
+    """The wrapper has a __wrapped__ too, and reduces; gradients must not be summed twice.
+
+    After it the optimizer reduces by itself again.
+    """
 
     class Own(keras.optimizers.SGD):
         def _all_reduce_sum_gradients(self, pairs):
@@ -678,21 +649,27 @@ def test_replicas_with_an_optimizer_that_somebody_else_has_wrapped():
         assert (before - float(v.numpy()), len(calls)) == (2.0, 2)  # the wrapper is still there
 
 
-@several_in_one
-@pytest.mark.parametrize("deeper", [False, True])
-def test_replicas_with_an_inner_optimizer_of_another_class(deeper):
-    class Own(keras.optimizers.SGD):
-        def _all_reduce_sum_gradients(self, pairs):
-            context = tf.distribute.get_replica_context()
-            sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [g for g, _ in pairs])
-            return list(zip(sums, [v for _, v in pairs]))
+class Reducing(keras.optimizers.SGD):
+    def _all_reduce_sum_gradients(self, pairs):
+        context = tf.distribute.get_replica_context()
+        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, [g for g, _ in pairs])
+        return list(zip(sums, [v for _, v in pairs]))
 
-    def make():
-        optimizer = several(Own(1.0))
-        scaled = keras.optimizers.LossScaleOptimizer
-        return scaled(optimizer, initial_scale=1.0) if deeper else optimizer
 
-    assert sums_on_replicas(*replicated(make)) == 2.0
+@pytest.mark.parametrize(
+    ("make", "graph", "expected"),
+    [
+        (lambda: loss_scaled(initial_scale=2.0), False, 1.0),
+        (lambda: loss_scaled(initial_scale=2.0), True, 1.0),
+        pytest.param(lambda: several(Reducing(1.0)), False, 2.0, marks=several_in_one),
+        pytest.param(
+            lambda: nested(Reducing(1.0), initial_scale=1.0), False, 2.0, marks=several_in_one
+        ),
+    ],
+)
+def test_replicas_with_an_optimizer_in_an_optimizer(make, graph, expected):
+    """The inner optimizer goes on in other threads, where it must not sum over replicas again."""
+    assert sums_on_replicas(*replicated(make), graph) == expected
 
 
 @several_in_one

@@ -131,24 +131,6 @@ def test_windows_equal_their_whole_batches(optimizer, steps, graph):
     assert_same(model, whole_batch(windows, optimizer))
 
 
-@pytest.mark.filterwarnings("ignore:Gradients do not exist")
-def test_the_loop_that_everybody_writes():
-    """Full windows of equal micro-batches are where a sum divided by their number is right too."""
-    windows = [[2, 2, 2]] * 3
-    by_hand, model = Regression(), Regression()
-    optimizers = [OPTIMIZERS["v1 SGD"]() for _ in range(2)]
-    accumulator = macrobatch.GradientAccumulator(optimizers[1], model.variables, steps=3)
-    sums = None
-    for index, (tokens, y) in enumerate(micro_batches(windows)):
-        dense = [tf.convert_to_tensor(g) for g in by_hand.gradients(tokens, y)[:2]]
-        sums = dense if sums is None else [a + b for a, b in zip(sums, dense)]
-        if index % 3 == 2:
-            optimizers[0].apply_gradients(zip([s / 3.0 for s in sums], by_hand.variables[:2]))
-            sums = None
-        accumulator.step(model.gradients(tokens, y), weight=len(y.numpy()))
-    assert_same(model, by_hand)
-
-
 def made(*values, **arguments):
     """Variables, and an accumulator that updates them with a rate of 0.125."""
     variables = [tf.Variable(value) for value in values]

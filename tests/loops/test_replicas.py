@@ -139,18 +139,6 @@ def test_rows_of_replicas_with_different_numbers_of_examples(strategy):
     assert all(isinstance(part, tf.IndexedSlices) for part in parts)
 
 
-def test_keras_divides_a_mean_by_the_number_of_replicas(strategy):
-    """Why losses inside strategy.run are to be averaged from reduction=None."""
-    x = tf.ones([4, 1], tf.float64)
-
-    def function(x):
-        mean = keras.losses.MeanSquaredError()
-        each = keras.losses.MeanSquaredError(reduction=None)
-        return mean(0 * x, x), tf.reduce_mean(each(0 * x, x))
-
-    assert_close(on_replicas(function, x, (2, 2)), ((0.5, 0.5), (1.0, 1.0)))
-
-
 def test_variables_made_outside_of_the_scope():
     v = tf.Variable(2.0, dtype=tf.float64)
     step = accumulated(lambda x: v * x, v, 2)

@@ -13,14 +13,14 @@ MUTANTS = [
         WINDOW,
         "gradients = [sums.scaled(gradient, weight) for gradient in gradients]",
         "gradients = list(gradients)",
-        (EVERYWHERE + "test_the_loop_that_everybody_writes",),
+        (EVERYWHERE + "test_windows_equal_their_whole_batches",),
     ),
     Mutant(
         "window: divided by the number of micro-batches",
         ACCUMULATOR,
         "tf.math.divide_no_nan(one, total)",
         "one / tf.cast(replicas.read(self._window.pending), one.dtype)",
-        (EVERYWHERE + "test_the_loop_that_everybody_writes",),
+        (EVERYWHERE + "test_windows_equal_their_whole_batches",),
     ),
     Mutant(
         "window: not reset",
@@ -34,7 +34,7 @@ MUTANTS = [
         WINDOW,
         "rows = sums.merge_rows(sums.add_rows(rows, gradient))",
         "rows = sums.merge_rows(gradient)",
-        (EVERYWHERE + "test_the_loop_that_everybody_writes",),
+        (EVERYWHERE + "test_windows_equal_their_whole_batches",),
     ),
     Mutant(
         "window: rows not merged",
@@ -122,7 +122,7 @@ MUTANTS = [
         "    with tf.init_scope():\n        return function()",
         (
             TESTS + "test_a_sum_may_be_made_in_a_later_trace",
-            TESTS + "test_no_trace_but_the_first",
+            EVERYWHERE + "test_windows_equal_their_whole_batches",
         ),
     ),
     Mutant(
