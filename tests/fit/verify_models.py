@@ -1,11 +1,11 @@
-"""Models for the tests of verify: those that are exact, and those that are not, each for a reason.
+"""Models for the tests of verify: those that are exact, and those that are not, and why."""
 
-A case is a function that returns a compiled model, its batch and settings of `accumulate`.
-"""
+from typing import Any, Dict, NamedTuple
 
 import keras
 import numpy as np
 from keras import layers, ops
+from support.interaction import Balanced, ByNumber, Centred, contrastive, of_number
 
 EXAMPLES = 14
 SIZE = {"micro_batch_size": 4}  # with a smaller last one
@@ -44,31 +44,12 @@ def mlp(*between, **options):
     return sequential(layers.Dense(4, activation="tanh"), *between, layers.Dense(1), **options)
 
 
-class ByNumber(layers.Layer):
-    """Divides by the number of examples."""
-
-    def call(self, inputs):
-        return inputs / ops.sum(ops.ones_like(inputs), axis=0)
-
-
 class DrawsByPlace(layers.Layer):
     """Draws the same numbers each time, by a number that is its seed."""
 
     def call(self, inputs, training=None):
         drawn = keras.random.normal(ops.shape(inputs), seed=3, dtype=inputs.dtype)
         return inputs + drawn if training else inputs
-
-
-def of_number(y_true, y_pred):
-    losses = ops.mean(ops.square(y_true - y_pred), axis=-1)
-    return losses / ops.sum(ops.ones_like(losses))
-
-
-class Centered(layers.Layer):
-    """Takes away the mean over the examples."""
-
-    def call(self, inputs):
-        return inputs - ops.mean(inputs, axis=0)
 
 
 class Sampling(layers.Layer):
@@ -82,14 +63,6 @@ class Sampling(layers.Layer):
         self.add_loss(ops.mean(ops.square(inputs)))
         noise = keras.random.normal(ops.shape(inputs), dtype=inputs.dtype, seed=self.seeds)
         return inputs + 0.1 * noise
-
-
-class Balanced(layers.Layer):
-    """Adds a scalar in which examples meet, as routers do."""
-
-    def call(self, inputs):
-        self.add_loss(ops.sum(ops.square(ops.mean(inputs, axis=0))))
-        return inputs
 
 
 class PerExample(layers.Layer):
@@ -164,10 +137,16 @@ class NotCopied(keras.Model):
         return self.head(self.function(self.hidden(inputs)))
 
 
-def contrastive(y_true, y_pred):
-    """In-batch softmax: one value for each example, which depends on the others."""
-    scores = ops.matmul(y_pred, ops.transpose(y_pred))
-    return -ops.diagonal(ops.log_softmax(scores / 0.5, axis=-1))
+class OwnOptimizer(keras.optimizers.SGD):
+    """Takes what its config does not have."""
+
+    def __init__(self, rate):
+        super().__init__(rate)
+
+
+def built(model, x=X):
+    model(x)
+    return model
 
 
 def per_example(y_true, y_pred):
@@ -176,20 +155,6 @@ def per_example(y_true, y_pred):
 
 def sum_of_all(y_true, y_pred):
     return ops.sum(ops.square(y_true - y_pred))
-
-
-def built(model, x=X):
-    model(x)
-    return model
-
-
-def in_policy(policy, build):
-    def make():
-        keras.config.set_floatx("float32")
-        keras.config.set_dtype_policy(policy)
-        return build()
-
-    return make
 
 
 def text_model(eager=EAGER, head=None, **options):
@@ -235,184 +200,301 @@ def schedule(steps):
     return keras.optimizers.schedules.CosineDecay(0.1, steps)
 
 
+def of_tokens(*parts, **options):
+    """A table without a mask."""
+    inputs = keras.Input([6], dtype="int32")
+    table = layers.Embedding(9, 2, name="table")
+    return sequential(table, *parts, layers.Flatten(), layers.Dense(1), inputs=inputs, **options)
+
+
+def pooled_text():
+    """A mean over all positions, padding included."""
+    inputs = keras.Input([None], dtype="int32")
+    hidden = layers.GlobalAveragePooling1D()(layers.Embedding(9, 3)(inputs))
+    return compiled(keras.Model(inputs, layers.Dense(1)(hidden)), optimizer="sgd")
+
+
+def largest(y_true, y_pred):
+    return ops.max(y_pred)
+
+
+class Narrow(layers.Dense):
+    """Computes in float32, whatever its dtype is."""
+
+    def call(self, inputs):
+        inputs, kernel = (ops.cast(each, "float32") for each in (inputs, self.kernel))
+        return ops.cast(ops.matmul(inputs, kernel), "float64")
+
+
+class Unseeded(layers.Layer):
+    """Draws without Keras."""
+
+    def call(self, inputs):
+        drawn = np.random.normal(size=[4])  # noqa: NPY002
+        return inputs + ops.convert_to_tensor(drawn, inputs.dtype)
+
+
+class Unused(layers.Layer):
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=[3], name="unused")
+
+    def call(self, inputs):
+        return inputs
+
+
+class WrongGradient(layers.Layer):
+    """Hands on another gradient in micro-batches, as if the package had a fault."""
+
+    def call(self, inputs):
+        factor = 1.0 if inputs.shape[0] == EXAMPLES else 1 + 1e-6
+
+        @ops.custom_gradient
+        def as_it_is(x):
+            def grad(*args, upstream=None):
+                return factor * (args[0] if upstream is None else upstream)
+
+            return x, grad
+
+        return as_it_is(inputs)
+
+
+class Watched(layers.Layer):
+    """Notes how many examples there are."""
+
+    examples = 0
+
+    def call(self, inputs):
+        Watched.examples = inputs.shape[0]
+        return inputs
+
+
+class WrongUpdate(keras.optimizers.SGD):
+    """Makes a longer step after micro-batches."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        factor = 1.0 if Watched.examples == EXAMPLES else 1.1
+        super().update_step(gradient, variable, factor * learning_rate)
+
+
+def of_head(*parts, optimizer="sgd"):
+    head = layers.Dense(1, use_bias=False, name="head")
+    return sequential(head, *parts, optimizer=optimizer, name="model")
+
+
+def with_rounding():
+    """Of most biases the gradient is rounding alone: a softmax over positions sees none."""
+    inputs = keras.Input([5, 1])
+    hidden = layers.Dense(9)(inputs)
+    parts = [layers.Softmax(axis=1)(hidden[:, :, :8]), hidden[:, :, 8:]]
+    outputs = layers.Dense(1)(layers.Flatten()(layers.Concatenate()(parts)))
+    return compiled(keras.Model(inputs, outputs), optimizer=keras.optimizers.Lion(1e-3))
+
+
+def double(inputs):
+    return 2.0 * inputs
+
+
 TEXT = tokens()
 TAGS = numbers(6, 2, seed=2)
 OWN = numbers(2, seed=3) * (numbers(2, seed=4) > 0)
+WEIGHT = "micro_batch_weight=lambda x, y, sample_weight: keras.ops.count_nonzero(y)"
+OF_WHOLE_BATCH = "whole_batch_loss=True. With it the update is exact here, which was tried."
 
-# Those that others are like.
-SLOW = ["masked-text", "convolution", "averages", "sum", "per-example-losses"]
 
-EXACT = {
-    "dense": lambda: (mlp(), (X, Y)),
-    "graph": lambda: (mlp(layers.Dropout(0.4), eager=False, metrics=["mae"]), (X, Y)),
-    "clipped": lambda: (
-        mlp(optimizer=keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.1)),
-        (X, Y),
+class Case(NamedTuple):
+    """A model and what is said of it.
+
+    Attributes:
+        make: makes the model.
+        batch: on which it is compared.
+        cut: settings of `accumulate`.
+        exact: the verdict.
+        causes: the names of what is a cause, by kind.
+        advice: what is said of the last cause, if a way out was tried. The statistics of
+            BatchNormalization are put aside for it.
+        policy: the dtype policy of the model.
+        noted: a part of a note.
+    """
+
+    make: Any
+    batch: Any = (X, Y)
+    cut: Dict[str, Any] = SIZE
+    exact: Any = True
+    causes: Any = ()
+    advice: str = ""
+    policy: str = "float64"
+    noted: str = ""
+
+
+def inexact(make, batch=(X, Y), cut=SIZE, advice="", **causes):
+    return Case(make, batch, cut, False, causes, advice)
+
+
+CASES = {
+    # Exact
+    "dense": Case(mlp),
+    "graph": Case(lambda: mlp(layers.Dropout(0.4), eager=False, metrics=["mae"])),
+    "clipped": Case(
+        lambda: mlp(optimizer=keras.optimizers.SGD(0.1, momentum=0.9, global_clipnorm=0.1))
     ),
-    "regularized": lambda: (
-        mlp(layers.Dense(4, kernel_regularizer="l2", activity_regularizer=L1)),
-        (X, Y),
+    "regularized": Case(
+        lambda: mlp(layers.Dense(4, kernel_regularizer="l2", activity_regularizer=L1))
     ),
-    "random-layers": lambda: (
-        mlp(
+    "random-layers": Case(
+        lambda: mlp(
             layers.Dropout(0.5),
             layers.GaussianNoise(0.3),
             layers.GaussianDropout(0.2),
             layers.AlphaDropout(0.2),
-        ),
-        (X, Y),
+        )
     ),
-    "sampling": lambda: (mlp(Sampling()), (X, Y)),
-    "masked-text": lambda: (text_model(optimizer="sgd"), (TEXT, TAGS)),
-    "by-length": lambda: (
-        text_model(optimizer="sgd"),
+    "sampling": Case(lambda: mlp(Sampling())),
+    "masked-text": Case(lambda: text_model(optimizer="sgd"), (TEXT, TAGS)),
+    "by-length": Case(
+        lambda: text_model(optimizer="sgd"),
         (TEXT, TAGS),
         {"micro_batch_tokens": 12, "sequence_axis": 1},
     ),
-    "weights": lambda: (
-        mlp(loss=keras.losses.MeanSquaredError("mean_with_sample_weight")),
+    "weights": Case(
+        lambda: mlp(loss=keras.losses.MeanSquaredError("mean_with_sample_weight")),
         (X, Y, np.abs(numbers(seed=5))),
     ),
-    "two-outputs": lambda: (
-        two_outputs(),
-        (X, {"a": Y, "b": np.eye(3)[np.arange(EXAMPLES) % 3]}),
-    ),
-    "nested": lambda: (nested(), (X, Y)),
-    "attention": lambda: (attention(), (numbers(6, 3), Y)),
-    "convolution": lambda: (
-        sequential(
+    "two-outputs": Case(two_outputs, (X, {"a": Y, "b": np.eye(3)[np.arange(EXAMPLES) % 3]})),
+    "nested": Case(nested),
+    "attention": Case(attention, (numbers(6, 3), Y)),
+    "convolution": Case(
+        lambda: sequential(
             layers.Conv2D(2, 2), layers.GroupNormalization(1), layers.Flatten(), layers.Dense(1),
             inputs=keras.Input([4, 4, 1]),
         ),
         (numbers(4, 4, 1), Y),
     ),
-    "frozen-batch-norm": lambda: (frozen_norm(), (X, Y)),
-    "own-loss": lambda: (compiled(OwnLoss()), (X, numbers(2))),
-    "own-loss-over-tokens": lambda: (
-        compiled(OwnLoss("tokens")),
+    "frozen-batch-norm": Case(frozen_norm),
+    "mean": Case(lambda: compiled(OwnLoss()), (X, numbers(2))),
+    "mean-over-tokens": Case(
+        lambda: compiled(OwnLoss("tokens")),
         (X, OWN),
         {**SIZE, "micro_batch_weight": lambda x, y, sample_weight: ops.count_nonzero(y)},
     ),
-    "not-copied": in_policy(
-        "float32",
-        lambda: (
-            built(compiled(NotCopied(lambda t: ops.tanh(t)))),
-            (X.astype("float32"), Y.astype("float32")),
-        ),
+    "not-copied": Case(
+        lambda: built(compiled(NotCopied(lambda t: ops.tanh(t)))),
+        (X.astype("float32"), Y.astype("float32")),
+        policy="float32",
+        noted="it cannot be copied",
     ),
-    "mixed": in_policy(
-        "mixed_float16",
-        lambda: (mlp(optimizer="adam"), (X.astype("float32"), Y.astype("float32"))),
+    "mixed": Case(mlp, (X.astype("float32"), Y.astype("float32")), policy="mixed_float16"),
+    "per-example-losses": Case(lambda: mlp(PerExample(), loss=per_example)),
+    "lion": Case(lambda: mlp(optimizer=keras.optimizers.Lion(1e-3))),
+    "rows-with-sgd": Case(lambda: of_tokens(optimizer="sgd"), (TEXT, Y)),
+    "averages": Case(
+        lambda: mlp(
+            optimizer=keras.optimizers.AdamW(schedule(100), use_ema=True, ema_momentum=0.9)
+        )
     ),
-    "per-example-losses": lambda: (mlp(PerExample(), loss=per_example), (X, Y)),
-    "lion": lambda: (mlp(optimizer=keras.optimizers.Lion(1e-3)), (X, Y)),
-    "rows-with-sgd": lambda: (
-        sequential(
-            layers.Embedding(9, 2), layers.Flatten(), layers.Dense(1),
-            inputs=keras.Input([6], dtype="int32"), optimizer="sgd",
-        ),
-        (TEXT, Y),
-    ),
-    "averages": lambda: (
-        mlp(optimizer=keras.optimizers.AdamW(schedule(100), use_ema=True, ema_momentum=0.9)),
-        (X, Y),
-    ),
-    "sum": lambda: (mlp(loss=keras.losses.MeanSquaredError("sum")), (X, Y)),
-    "softmax-bias": lambda: (
-        # A bias before a softmax over positions has no gradient but rounding.
-        sequential(
+    "sum": Case(lambda: mlp(loss=keras.losses.MeanSquaredError("sum"))),
+    # A bias before a softmax over positions has no gradient but rounding.
+    "softmax-bias": Case(
+        lambda: sequential(
             layers.Dense(1), layers.Flatten(), layers.Softmax(), layers.Dense(1),
             inputs=keras.Input([5, 1]),
         ),
         (X[:, :, None], Y),
     ),
-    "contrastive-of-the-whole-batch": lambda: (
-        mlp(layers.Dense(3), layers.Dropout(0.2), loss=contrastive),
-        (X, Y),
-        {**SIZE, "whole_batch_loss": True},
+    "lion-and-rounding": Case(with_rounding, (X[:, :, None], Y)),  # It steps by the sign.
+    "contrastive-of-the-whole-batch": Case(
+        lambda: mlp(layers.Dense(3), layers.Dropout(0.2), loss=contrastive),
+        cut={**SIZE, "whole_batch_loss": True},
+    ),
+    "padding-that-stays": Case(pooled_text, (TEXT, Y)),
+    "own-function": Case(lambda: sequential(layers.Dense(1, activation=double))),
+    "own-optimizer": Case(lambda: mlp(optimizer=OwnOptimizer(0.1)), noted="optimizer cannot be"),
+    "unused": Case(lambda: mlp(Unused())),
+    # Exact, and something to know
+    "tracker": Case(lambda: compiled(WithTracker()), causes={"metrics": ("tracked",)}),
+    "largest": Case(lambda: mlp(metrics=[largest, "mae"]), causes={"metrics": ("largest",)}),
+    "narrow-layer": Case(
+        lambda: mlp(layers.Dense(4, dtype="float32", name="narrow")),
+        causes={"precision": ("narrow",)},
+    ),
+    "narrow-cast": Case(lambda: mlp(Narrow(4)), causes={"precision": ()}),
+    # Not exact
+    "batch-norm": inexact(
+        lambda: mlp(layers.BatchNormalization(name="norm")), batch_normalization=("norm",)
+    ),
+    "two-batch-norms": inexact(
+        lambda: mlp(
+            layers.BatchNormalization(name="first"),
+            layers.Dense(3),
+            layers.BatchNormalization(name="second"),
+        ),
+        batch_normalization=("first", "second"),
+    ),
+    "layer": inexact(lambda: mlp(Centred(name="centred")), examples_meet=("centred",)),
+    "contrastive": inexact(
+        lambda: mlp(layers.Dense(3), loss=contrastive),
+        advice=f"Pass {OF_WHOLE_BATCH}",
+        examples_meet=("contrastive",),
+    ),
+    "layer-and-size": inexact(
+        lambda: mlp(ByNumber(name="culprit")), number_of_examples=("culprit",)
+    ),
+    "seed-and-place": inexact(
+        lambda: mlp(DrawsByPlace(name="culprit")), number_of_examples=("culprit",)
+    ),
+    "loss-and-size": inexact(
+        lambda: mlp(loss=of_number),
+        advice=f"Pass {OF_WHOLE_BATCH}",
+        number_of_examples=("of_number",),
+    ),
+    "dice": inexact(
+        lambda: mlp(layers.Activation("sigmoid"), loss=keras.losses.Dice(name="dice")),
+        (X, (Y > 0).astype("float64")),
+        advice=f"Pass {OF_WHOLE_BATCH}",
+        scalar_loss=("dice",),
+    ),
+    "sum-of-all": inexact(
+        lambda: mlp(loss=sum_of_all), advice="was tried", scalar_loss=("sum_of_all",)
+    ),
+    "own-loss": inexact(
+        lambda: compiled(OwnLoss("tokens")),
+        (X, OWN),
+        advice=f"Pass {WEIGHT}, or {OF_WHOLE_BATCH}",
+        scalar_loss=("compute_loss",),
+    ),
+    "added": inexact(lambda: mlp(Balanced(name="balanced")), scalar_loss=("balanced",)),
+    "added-of-the-whole-batch": inexact(
+        lambda: mlp(Balanced(name="balanced")),
+        cut={**SIZE, "whole_batch_loss": True},
+        scalar_loss=("balanced",),
+    ),
+    "state": inexact(
+        lambda: mlp(Counting(name="counting"), name="model"), state=("model/counting/count",)
+    ),
+    "two-causes": inexact(
+        lambda: mlp(layers.BatchNormalization(name="norm"), Centred(name="centred")),
+        batch_normalization=("norm",),
+        examples_meet=("centred",),
+    ),
+    "norm-and-loss": inexact(
+        lambda: mlp(layers.BatchNormalization(name="norm"), loss=sum_of_all),
+        advice="was tried",
+        batch_normalization=("norm",),
+        scalar_loss=("sum_of_all",),
+    ),
+    "padding": inexact(
+        pooled_text,
+        (TEXT, Y),
+        {**SIZE, "sequence_axis": 1},
+        advice="exact, which was tried",
+        padding=(),
+    ),
+    # As if the package had a fault: the verdict does not depend on knowing why.
+    "wrong-gradient": inexact(lambda: of_head(WrongGradient()), unknown=("model/head/kernel",)),
+    "wrong-update": inexact(
+        lambda: of_head(Watched(), optimizer=WrongUpdate(0.1)), unknown=("model/head/kernel",)
+    ),
+    # No verdict
+    "unseeded": Case(
+        lambda: mlp(Unseeded()), exact=None, causes={"random": ()}, noted="predicts something else"
     ),
 }  # fmt: skip
-
-WHOLE = "whole_batch_loss=True. With it the update is exact here, which was tried."
-WEIGHT = "micro_batch_weight=lambda x, y, sample_weight: keras.ops.count_nonzero(y)"
-
-# What is not exact: the causes and their names; and what the advice for the last of them says.
-INEXACT = {
-    "batch-norm": (
-        lambda: (mlp(layers.BatchNormalization(name="norm")), (X, Y)),
-        {"batch_normalization": ("norm",)},
-    ),
-    "two-batch-norms": (
-        lambda: (
-            mlp(
-                layers.BatchNormalization(name="first"),
-                layers.Dense(3),
-                layers.BatchNormalization(name="second"),
-            ),
-            (X, Y),
-        ),
-        {"batch_normalization": ("first", "second")},
-    ),
-    "layer": (
-        lambda: (mlp(Centered(name="centered")), (X, Y)),
-        {"examples_meet": ("centered",)},
-    ),
-    "contrastive": (
-        lambda: (mlp(layers.Dense(3), loss=contrastive), (X, Y)),
-        {"examples_meet": ("contrastive",)},
-        f"Pass {WHOLE}",
-    ),
-    "layer-and-size": (
-        lambda: (mlp(ByNumber(name="culprit")), (X, Y)),
-        {"number_of_examples": ("culprit",)},
-    ),
-    "seed-and-place": (
-        lambda: (mlp(DrawsByPlace(name="culprit")), (X, Y)),
-        {"number_of_examples": ("culprit",)},
-    ),
-    "loss-and-size": (
-        lambda: (mlp(loss=of_number), (X, Y)),
-        {"number_of_examples": ("of_number",)},
-        f"Pass {WHOLE}",
-    ),
-    "dice": (
-        lambda: (
-            mlp(layers.Activation("sigmoid"), loss=keras.losses.Dice(name="dice")),
-            (X, (Y > 0).astype("float64")),
-        ),
-        {"scalar_loss": ("dice",)},
-        f"Pass {WHOLE}",
-    ),
-    "sum": (
-        lambda: (mlp(loss=sum_of_all), (X, Y)),
-        {"scalar_loss": ("sum_of_all",)},
-    ),
-    "own-loss": (
-        lambda: (compiled(OwnLoss("tokens")), (X, OWN)),
-        {"scalar_loss": ("compute_loss",)},
-        f"Pass {WEIGHT}, or {WHOLE}",
-    ),
-    "added": (
-        lambda: (mlp(Balanced(name="balanced")), (X, Y)),
-        {"scalar_loss": ("balanced",)},
-    ),
-    "state": (
-        lambda: (mlp(Counting(name="counting"), name="model"), (X, Y)),
-        {"state": ("model/counting/count",)},
-    ),
-    "two-causes": (
-        lambda: (
-            mlp(layers.BatchNormalization(name="norm"), Centered(name="centered")),
-            (X, Y),
-        ),
-        {"batch_normalization": ("norm",), "examples_meet": ("centered",)},
-    ),
-    "norm-and-loss": (
-        lambda: (mlp(layers.BatchNormalization(name="norm"), loss=sum_of_all), (X, Y)),
-        {"batch_normalization": ("norm",), "scalar_loss": ("sum_of_all",)},
-    ),
-}
-
-
-# Those with a way out that was tried. The statistics of BatchNormalization are put aside for it.
-REPAIRED = ["contrastive", "loss-and-size", "dice", "sum", "own-loss", "norm-and-loss"]

@@ -248,7 +248,7 @@ def everything(model):
     }
     settings = keras.config.floatx(), keras.config.dtype_policy().name
     return (
-        [(id(v), v.path, np.array(v).tolist()) for v in variables],
+        [(id(v), v.path, array(v.value).tolist()) for v in variables],
         attributes,
         layers_before,
         sorted(vars(optimizer)),
@@ -261,10 +261,10 @@ def draws():
     return (
         random.random(),
         np.random.rand(),  # noqa: NPY002
-        keras.random.uniform([2]).numpy().tolist(),
-        tf.random.uniform([2]).numpy().tolist(),
+        array(keras.random.uniform([2])).tolist(),
+        tf.random.uniform([2]).numpy().tolist() if BACKEND == "tensorflow" else [],
         keras.layers.Dense(1).name,
-        keras.initializers.GlorotUniform()([2, 2]).numpy().tolist(),
+        array(keras.initializers.GlorotUniform()([2, 2])).tolist(),
     )
 
 
