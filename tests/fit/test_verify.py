@@ -52,6 +52,8 @@ SLOW = {
     "name", [pytest.param(n, marks=[thorough] if n in SLOW else []) for n in CASES]
 )
 def test_models(name):
+    if name == "unseeded" and BACKEND == "jax":
+        pytest.skip("a trace of JAX keeps what NumPy has drawn")
     case = CASES[name]
     if case.policy != "float64":
         keras.config.set_floatx("float32")
@@ -393,10 +395,10 @@ SCRIPT = """
 import keras, numpy as np
 from keras import layers
 
-model = keras.Sequential([keras.Input([5]), layers.Dense(1)])
+model = keras.Sequential([keras.Input([5]), layers.Dense(4, "tanh"), layers.Dense(1)])
 model.compile("sgd", "mse")
 random = np.random.default_rng(0)
-model.fit(random.normal(size=[14, 5]), random.normal(size=[14, 1]), batch_size=7, epochs=3)
+model.fit(random.normal(size=[14, 5]), random.normal(size=[14, 1]), batch_size=14, epochs=3)
 """
 
 
