@@ -45,8 +45,8 @@ for examples in (16, 17, 5):
         quick="graph eager compiled" if examples == 17 else "graph",
     )
 
-# Optimizers. One sees a gradient, whatever it comes from: rooms/test_update.py has all of them, and
-# of each kind there is one that fits.
+# Optimizers. One sees a gradient, whatever it comes from: `make test` fits one of each kind, and
+# loops/test_accumulator.py has all of them.
 
 OPTIMIZERS = {
     "sgd": lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True),
