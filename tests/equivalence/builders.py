@@ -3,7 +3,9 @@
 import keras
 import numpy as np
 from keras import layers
-from support import DensePlain
+from support import DensePlain, array
+
+import macrobatch
 
 N = 19  # with batches of 8 and micro-batches of 3: uneven micro-batches and an uneven last batch
 
@@ -44,6 +46,37 @@ class Batches(keras.utils.PyDataset):
 
     def __getitem__(self, index):
         return list(batches())[index]
+
+
+def compiled(model, cut=3, **options):
+    """An accumulated model."""
+    model.compile(**{"optimizer": keras.optimizers.SGD(0.1), "loss": "mse", **options})
+    cut = cut if isinstance(cut, dict) else {"micro_batch_size": cut}
+    return macrobatch.accumulate(model, **cut)
+
+
+def fit(model, x=X, y=Y, **options):
+    """`fit` on batches of eight, in their order."""
+    return model.fit(x, y, **{"batch_size": 8, "shuffle": False, "verbose": 0, **options})
+
+
+def masks_drawn(seed):
+    """The masks that four examples draw, one in each micro-batch, and how far their seed moves.
+
+    One example at a time is not 0. The gradient is what was not dropped of it.
+    """
+    dropout = layers.Dropout(0.5, seed=seed)
+    model = keras.Sequential([keras.Input([64]), dropout, layers.Dense(1, use_bias=False)])
+    sgd = keras.optimizers.SGD(1.0)
+    compiled(model, 1, optimizer=sgd, loss=lambda y, y_pred: y_pred)
+    state, masks = dropout.seed_generator.state, []
+    start = array(state)
+    for row in range(4):
+        state.assign(start)
+        before = model.get_weights()[0]
+        model.train_on_batch(np.eye(4)[:, [row]] * np.ones(64), np.zeros([4, 1]))
+        masks.append(tuple(np.round(before - model.get_weights()[0], 6).ravel() > 0))
+    return masks, array(state) - start
 
 
 def dense(units=2, **kwargs):

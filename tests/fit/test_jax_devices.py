@@ -3,16 +3,16 @@
 Each device has a part of the batch. Sums meet once.
 """
 
+import contextlib
 import re
 
 import jax
 import keras
 import numpy as np
 import pytest
-from builders import data, tokens
+from builders import compiled, data, masks_drawn, tokens
 from keras import layers, ops, optimizers
-from keras.distribution import DataParallel, set_distribution
-from support import array, assert_same, assert_same_history, thorough
+from support import assert_same, assert_same_history, several_devices, thorough
 from support.inside import make_running_out_an_error, skip_interaction_check
 
 from macrobatch import accumulate, settings_of
@@ -22,16 +22,6 @@ if len(jax.devices()) != 2:
 
 X, Y = data(20, 4), data(20, 2, seed=1)
 TOKENS, TAGS = tokens(20), data(20, 6, 2)
-
-
-@pytest.fixture(autouse=True)
-def one_device():
-    yield
-    set_distribution(None)
-
-
-def two_devices():
-    set_distribution(DataParallel())
 
 
 class Sizes(layers.Layer):
@@ -105,9 +95,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_the_update_is_that_of_one_device(name):
     build, x, y, options = CASES[name]
-    two_devices()
-    found, history = fitted(build, x, y, THREE, **options)
-    set_distribution(None)
+    with several_devices():
+        found, history = fitted(build, x, y, THREE, **options)
     plain, expected = fitted(build, x, y, **options)
     assert_same(plain, found)
     if name != "statistics":
@@ -117,10 +106,10 @@ def test_the_update_is_that_of_one_device(name):
 def test_a_loss_sees_the_examples_of_all_devices():
     """In their order, with the same draws on each device; metrics count each example once."""
     cut = {**THREE, "whole_batch_loss": True}
-    two_devices()
-    found, history = fitted(Noisy, X, Y[:, :1], cut, loss=None, metrics=["mae"])
-    set_distribution(None)
-    one, expected = fitted(Noisy, X, Y[:, :1], cut, loss=None, metrics=["mae"])
+    given = (Noisy, X, Y[:, :1], cut)
+    with several_devices():
+        found, history = fitted(*given, loss=None, metrics=["mae"])
+    one, expected = fitted(*given, loss=None, metrics=["mae"])
     assert_same(one, found)
     assert_same_history(expected, history)
 
@@ -129,36 +118,25 @@ def test_a_loss_sees_the_examples_of_all_devices():
 @pytest.mark.parametrize(("size", "seen"), [(3, {3, 2}), (50, {5})])
 def test_each_device_cuts_its_own_part(size, seen, monkeypatch):
     skip_interaction_check(monkeypatch)
-    two_devices()
-    model = dense()
-    model.compile("sgd", "mse")
-    expected = model.predict(X, batch_size=14, verbose=0)
-    accumulate(model, size)
-    found = model.predict(X, batch_size=14, verbose=0)  # batches of 14 and of 6
-    np.testing.assert_allclose(found, expected, rtol=1e-10)
-    model.fit(X, Y, batch_size=10, verbose=0)
-    model.layers[1].seen.clear()
-    model.train_function = None
-    model.fit(X, Y, batch_size=10, verbose=0)
+    with several_devices():
+        model = dense()
+        model.compile("sgd", "mse")
+        expected = model.predict(X, batch_size=14, verbose=0)
+        accumulate(model, size)
+        found = model.predict(X, batch_size=14, verbose=0)  # batches of 14 and of 6
+        np.testing.assert_allclose(found, expected, rtol=1e-10)
+        model.fit(X, Y, batch_size=10, verbose=0)
+        model.layers[1].seen.clear()
+        model.train_function = None
+        model.fit(X, Y, batch_size=10, verbose=0)
     assert model.layers[1].seen == seen
 
 
 def test_devices_and_micro_batches_draw_numbers_of_their_own():
-    two_devices()
-    drop = layers.Dropout(0.5, seed=1)
-    model = keras.Sequential([keras.Input([64]), drop, layers.Dense(1, use_bias=False)])
-    model.compile(optimizers.SGD(1.0), lambda y_true, y_pred: y_pred)
-    accumulate(model, 1)
-    state, seed = drop.seed_generator.state, array(drop.seed_generator.state)
-    drawn = set()
-    for row in range(4):  # the gradient is the mean of what was not dropped
-        state.assign(seed)
-        before = model.get_weights()[0]
-        model.train_on_batch(np.eye(4)[:, [row]] * np.ones(64), np.zeros([4, 1]))
-        drawn.add(tuple(np.round(before - model.get_weights()[0], 6).ravel() > 0))
-    assert len(drawn) == 4
-    # As many draws as a device has micro-batches
-    np.testing.assert_array_equal(array(state), [seed[0], seed[1] + 2])
+    with several_devices():
+        masks, moved = masks_drawn(seed=1)
+    assert len(set(masks)) == 4
+    assert moved.tolist() == [0, 2]  # as many draws as a device has micro-batches
 
 
 def test_weights_that_are_spread_are_refused():
@@ -179,8 +157,8 @@ def test_sizes_that_are_found(monkeypatch, caplog):
         return ops.mean(ops.square(y_true - y_pred), -1)
 
     expected, _ = fitted(dense, X, Y)
-    two_devices()
-    model, history = fitted(dense, X, Y, {"micro_batch_size": "auto"}, loss=narrow)
+    with several_devices():
+        model, history = fitted(dense, X, Y, {"micro_batch_size": "auto"}, loss=narrow)
     assert history["micro_batch_size"] == [4, 4]
     assert settings_of(model).size_in_use == 4
     assert "a batch of 5 ran out of memory with micro_batch_size=8" in caplog.text
@@ -191,7 +169,7 @@ def test_sizes_that_are_found(monkeypatch, caplog):
 
 
 @pytest.fixture
-def compiled(monkeypatch):
+def functions(monkeypatch):
     """What JAX compiles from now on, and how often it runs."""
     found, of_jax = {}, jax.jit
 
@@ -209,12 +187,10 @@ def compiled(monkeypatch):
     return found
 
 
-def test_sums_meet_after_the_loop_and_no_data_is_moved(compiled):
-    two_devices()
-    model = tagger()
-    model.compile("sgd", "mse", metrics=["mae"])
-    accumulate(model, 2).train_on_batch(TOKENS, TAGS)
-    text = "\n".join(each.compile().as_text() for each, _ in compiled.values())
+def test_sums_meet_after_the_loop_and_no_data_is_moved(functions):
+    with several_devices():
+        compiled(tagger(), 2, metrics=["mae"]).train_on_batch(TOKENS, TAGS)
+    text = "\n".join(each.compile().as_text() for each, _ in functions.values())
     assert not re.findall(r"(all-gather|all-to-all|collective-permute)[-a-z]*\(", text)
     loops = re.findall(r"body=%?([\w.\-]+)", text)
     assert loops
@@ -225,26 +201,24 @@ def test_sums_meet_after_the_loop_and_no_data_is_moved(compiled):
 
 
 @pytest.mark.parametrize("devices", [1, pytest.param(2, marks=thorough)])
-def test_memory_does_not_grow_with_the_number_of_micro_batches(devices, compiled):
+def test_memory_does_not_grow_with_the_number_of_micro_batches(devices, functions):
     """What is compiled takes the temporaries of a micro-batch, however many there are.
 
     On one device a micro-batch is compiled, on several a loop over them.
     """
-    if devices == 2:
-        two_devices()
     inner = [layers.Dense(64, "tanh") for _ in range(4)]
-    model = keras.Sequential([keras.Input([64]), *inner])
-    model.compile("sgd", "mse")
-    accumulate(model, 8)
+    scope = several_devices() if devices == 2 else contextlib.nullcontext()
 
     def memory_of(examples):
         rows = np.zeros([examples, 64])
-        compiled.clear()
+        functions.clear()
         model.train_on_batch(rows, rows)
-        return [(times, each.compile().memory_analysis()) for each, times in compiled.values()]
+        return [(times, each.compile().memory_analysis()) for each, times in functions.values()]
 
-    memory_of(24)  # makes the metrics
-    few, many = memory_of(32), memory_of(512)
+    with scope:
+        model = compiled(keras.Sequential([keras.Input([64]), *inner]), 8)
+        memory_of(24)  # makes the metrics
+        few, many = memory_of(32), memory_of(512)
     if devices == 1:
         _, of_micro_batch = max(many, key=lambda pair: pair[0])
         assert of_micro_batch.alias_size_in_bytes > 0  # The sums stay in their place.

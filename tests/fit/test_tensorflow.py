@@ -8,7 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from builders import X, Y, data, dense
+from builders import X, Y, compiled, data, dense, fit
 from keras import layers, optimizers
 from support import MODES, check, thorough
 from support.unchanged import unchanged
@@ -16,11 +16,6 @@ from support.unchanged import unchanged
 import macrobatch
 
 FREE = (tf.TensorSpec([None, None], tf.int32), tf.TensorSpec([None, None], tf.float64))
-
-
-def compiled(model, micro_batch_size=3, **options):
-    model.compile("sgd", **{"loss": "mse", **options})
-    return macrobatch.accumulate(model, micro_batch_size)
 
 
 def dataset_of(batches, signature=FREE):
@@ -70,7 +65,7 @@ def test_tokens_are_counted_without_predictions(cut):
 def test_an_unbatched_dataset(labels):
     dataset = tf.data.Dataset.from_tensor_slices((X, labels))
     with pytest.raises(ValueError, match=r"If the dataset yields single examples, batch it"):
-        compiled(dense()).fit(dataset, shuffle=False, verbose=0)
+        fit(compiled(dense()), dataset, None, batch_size=None)
 
 
 FLOATS = (tf.TensorSpec([None, 4], tf.float64), tf.TensorSpec([None, 2], tf.float64))
@@ -86,7 +81,7 @@ def test_batches_whose_sizes_only_a_graph_knows(rows, match, mode):
     dataset = dataset_of([(X[: rows[0]], Y[: rows[1]])], FLOATS)
     model = compiled(dense(), **MODES[mode])
     with unchanged(model, (ValueError, tf.errors.InvalidArgumentError), match):
-        model.fit(dataset, shuffle=False, verbose=0)
+        fit(model, dataset, None, batch_size=None)
 
 
 class Pooled(keras.Model):
@@ -134,8 +129,7 @@ class Spy(optimizers.SGD):
 def test_sparse_gradients_reach_the_optimizer_sparse_and_merged(mode):
     table = [keras.Input([3], dtype="int32"), layers.Embedding(50, 4), layers.Flatten()]
     spy = Spy(0.1)
-    model = compiled(keras.Sequential([*table, layers.Dense(2)]))
-    model.compile(spy, "mse", **MODES[mode])
+    model = compiled(keras.Sequential([*table, layers.Dense(2)]), optimizer=spy, **MODES[mode])
     model.train_on_batch(np.tile([[1, 2, 2]], [8, 1]), Y[:8])
     assert isinstance(spy.given[0], tf.IndexedSlices)
     if mode == "eager":

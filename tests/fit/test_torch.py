@@ -6,7 +6,7 @@ import keras
 import numpy as np
 import pytest
 import torch
-from builders import X, Y, data, dense, tokens
+from builders import X, Y, compiled, data, dense, fit, tokens
 from keras import layers, optimizers
 from support import assert_same, build_pair
 from support.inside import make_running_out_an_error, skip_interaction_check
@@ -14,15 +14,6 @@ from support.inside import make_running_out_an_error, skip_interaction_check
 from macrobatch import ExactnessWarning, accumulate
 
 TOKENS, TAGS = tokens(), data(19, 6, 2)
-
-
-def compiled(model, cut=3, **options):
-    model.compile(**{"optimizer": optimizers.SGD(0.1), "loss": "mse", **options})
-    return accumulate(model, cut)
-
-
-def fit(model, x=X, y=Y, **options):
-    return model.fit(x, y, batch_size=8, shuffle=False, verbose=0, **options)
 
 
 def test_gradients_are_left_where_callbacks_look_for_them():

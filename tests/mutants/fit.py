@@ -295,7 +295,7 @@ MUTANTS = [
         MODEL,
         "losses.Count(engine.checked(found, (good, checks.MICRO_BATCH_WEIGHT)))",
         "losses.Count(found)",
-        ("fit/test_refused.py::test_the_weight_of_a_micro_batch",),
+        ("fit/test_refused.py::test_what_fit_refuses",),
     ),
     Mutant(
         "fit: the size of a batch asked of its first part only",
