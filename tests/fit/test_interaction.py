@@ -257,17 +257,6 @@ class Balanced(layers.Layer):
         return x
 
 
-class Mapped(layers.Layer):
-    """Traces what it calls. Calls of layers in there have no numbers to compare."""
-
-    def build(self, shape):
-        self.dense = layers.Dense(4)
-        self.dense.build((1, shape[-1]))
-
-    def call(self, x):
-        return ops.vectorized_map(lambda row: self.dense(row[None])[0], x)
-
-
 class Drawing(layers.Layer):
     """Draws without Keras."""
 
@@ -456,7 +445,6 @@ CASES = {
     "functional": case({"layers": "across"}, across, x=SEQUENCES, y=SEQUENCES[..., :2]),
     "operation": case({"layers": "subtract"}, subtracting),
     "call": case({"layers": "own"}, OwnCall),
-    "behind-a-trace": case(LAYER, lambda: build(Mapped(), centred())),
     "fixed-size": case(LAYER, lambda: for_size(6, centred())),
     "both": case(
         {"layers": "one, two", **LOSS},
@@ -866,29 +854,6 @@ def test_a_check_of_sequences_has_no_more_tokens_than_a_micro_batch(monkeypatch)
     assert said_of(model, cut=cut, run=run, run_eagerly=True) == {}
     assert {24, 21, 10, 5} <= set(sizes)  # as many as are 288, 256, 128 and 64 tokens
     assert 16 not in sizes
-
-
-@on_tensorflow
-def test_places_in_a_function():
-    """Of a function that is not a model, what comes of both pieces is looked at."""
-    import tensorflow as tf
-
-    def step(model, forward):
-        macrobatch.value_and_gradients(
-            lambda outputs, x: tf.square(outputs),
-            model.trainable_variables,
-            tf.constant(X),
-            micro_batch_size=12,
-            forward=forward,
-        )
-
-    for places, said in [(lambda x: x, 0), (COUNTING["arange"], 1)]:
-        model = build(culprit(places))
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", ExactnessWarning)
-            step(model, lambda x, model=model: model(x))
-        starts = [str(each.message)[:28] for each in caught]
-        assert starts == ["forward depends on how many "] * said
 
 
 # Models that many people train

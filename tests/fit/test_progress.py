@@ -67,7 +67,10 @@ class Calling(keras.layers.Layer):
 X, Y = np.arange(20.0).reshape(10, 2), np.ones([10, 1])
 
 
-def trained(terminal, functions, kind=keras.Model, verbose=1, **options):
+def trained(terminal, functions, own_step=False, verbose=1, **options):
+    kind = keras.Model
+    if own_step:
+        from fit.step_cases import Guide as kind
     calling, inputs = Calling(), keras.Input([2])
     model = kind(inputs, calling(keras.layers.Dense(1, kernel_initializer="ones")(inputs)))
     model.compile(keras.optimizers.SGD(1e-3), "mse", jit_compile=False)
@@ -108,34 +111,22 @@ def test_each_micro_batch_is_shown_behind_keras_own_line(terminal):
         np.testing.assert_allclose(array(one), array(other), rtol=1e-10)
 
 
-class OwnStep(keras.Model):
-    def train_step(self, data):
-        import tensorflow as tf
-
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
-        weights = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, weights), weights)
-        return {"loss": loss}
-
-
 PASS = ", pass 2 of 2" if BACKEND == "tensorflow" else ""  # Torch counts micro-batches alone.
 
 
 @pytest.mark.parametrize(
-    ("kind", "options", "calls", "text"),
+    ("options", "calls", "text"),
     [
-        (keras.Model, {"whole_batch_loss": True}, 8, f"4/4{PASS}"),
-        pytest.param(OwnStep, {}, 4, "4/4", marks=on_tensorflow),
+        ({"whole_batch_loss": True}, 8, f"4/4{PASS}"),
+        pytest.param({"own_step": True}, 4, "4/4", marks=on_tensorflow),
     ],
 )
-def test_other_loops(terminal, kind, options, calls, text):
+def test_other_loops(terminal, options, calls, text):
     def last():
         terminal.now = 3
         terminal.wait(f" - micro-batch {text}")
 
-    trained(terminal, [lambda: None] * (calls - 1) + [last], kind, **options)
+    trained(terminal, [lambda: None] * (calls - 1) + [last], **options)
     assert f" - micro-batch {text}" in terminal.getvalue()
 
 

@@ -76,6 +76,14 @@ def by_number():
     return [ByNumber(name="culprit"), layers.Dense(2)]
 
 
+def by_place():
+    """Only in its last examples it differs from a run of these alone."""
+    places = layers.Lambda(
+        lambda x: x + keras.ops.arange(x.shape[0], dtype=x.dtype)[:, None], name="culprit"
+    )
+    return [places, layers.Dense(2)]
+
+
 def by_example():
     return [layers.Dropout(0.5), layers.GaussianNoise(0.1), layers.LayerNormalization()]
 
@@ -116,6 +124,7 @@ CASES = {
     "number": NUMBER,
     "number-behind-dropout": NUMBER._replace(inner=dropout),
     "number-in-forward": NUMBER_IN_FORWARD,
+    "place-in-forward": NUMBER_IN_FORWARD._replace(inner=by_place),
     "number-in-forward-behind-dropout": NUMBER_IN_FORWARD._replace(
         inner=lambda: dropout() + by_number()
     ),

@@ -129,7 +129,7 @@ MUTANTS = [
         PIECES,
         "return all(self._has(whole, each, place) for each, place in known)",
         "return all(self._has(whole, each, place) for each, place in known[:1])",
-        (FIT + "places_in_a_function",),
+        (LOSS_FN + "what_is_said[place-in-forward-eager]",),
     ),
     Mutant(
         "meet: a single example that differs in another size counts",
