@@ -3,9 +3,12 @@
 from mutant import Mutant
 
 TESTS = "fit/test_lengths.py::"
-WEIGHTS = TESTS + "test_weights_of_tokens[sum_over_batch_size-graph]"
-MASKED = TESTS + "test_masked_tokens[attending-size-graph]"
-GRADIENTS = TESTS + "test_value_and_gradients"
+LOOPS = "loops/test_by_length.py::"
+UPDATE = TESTS + "test_the_update_of_the_whole_batch"
+REFUSED = TESTS + "test_what_depends_on_padding_is_refused"
+WEIGHTS, MASKED = UPDATE + "[weights-sum_over_batch_size-graph]", UPDATE + "[attention-size-graph]"
+MAXIMUM = tuple(f"{REFUSED}[maximum-{seed}-eager]" for seed in range(3))
+GRADIENTS = LOOPS + "test_value_and_gradients"
 CUT, BY_LENGTH, COMPARED = (f"_batches/{name}.py" for name in ("sequences", "by_length", "padding"))
 LOSS, METRICS = "_keras/losses.py", "_keras/sequences.py"
 LOOP, TRIAL, PADDING = "_tensorflow/loop.py", "_tensorflow/trial.py", "_fit/padding.py"
@@ -37,7 +40,7 @@ MUTANTS = [
         CUT,
         "telling = [*self._integers, *self._weights]",
         "telling = [*self._integers]",
-        (TESTS + "test_a_weight_makes_an_example_longer",),
+        (UPDATE + "[weights-make-examples-longer-eager]",),
     ),
     Mutant(
         "lengths: labels not cut",
@@ -81,14 +84,14 @@ MUTANTS = [
         "            and len(references) == len(variables)\n"
         "            and all(reference() is v for reference, v in zip(references, variables))\n",
         "            known == key\n",
-        (TESTS + "test_closures_over_several_models",),
+        (LOOPS + "test_closures_over_several_models",),
     ),
     Mutant(
         "lengths: a budget that ignores the longest",
         BY_LENGTH,
         "self.examples_at(ops.take(self.lengths, start))",
         "self.examples_at(ops.take(self.lengths, total - 1))",
-        (TESTS + "test_a_budget_for_ragged_tokens[False-graph]",),
+        (LOOPS + "test_a_budget_for_ragged_tokens[False-graph]",),
     ),
     Mutant(
         "lengths: first micro-batch counted twice",
@@ -102,21 +105,21 @@ MUTANTS = [
         LOSS,
         "own = ops.sum(functools.reduce(_multiply, factors))",
         "own = ops.sum(functools.reduce(_multiply, factors)) * self._uncut_fraction(sample_weight)",
-        (TESTS + "test_an_output_with_a_mask_beside_one_with_weights[graph]",),
+        (UPDATE + "[a-mask-beside-weights-graph]",),
     ),
     Mutant(
         "lengths: no rounding for XLA",
         BY_LENGTH,
         "                lengths = _rounded_up(lengths)\n",
         "                pass\n",
-        (TESTS + "test_compiled_shapes_are_few",),
+        (TESTS + "test_compiled_shapes_are_few[tokens]",),
     ),
     Mutant(
         "lengths: tails of any size for XLA",
         BY_LENGTH,
         "return ops.where(remaining >= size, size, _power_of_two(remaining))",
         "return ops.where(remaining >= size, size, remaining)",
-        (TESTS + "test_compiled_shapes_are_few",),
+        (TESTS + "test_compiled_shapes_are_few[tokens]",),
     ),
     Mutant(
         "lengths: dropout on in the trial",
@@ -137,7 +140,7 @@ MUTANTS = [
         PADDING,
         "fixed = fixed_parts(models.inputs_of(model), x, axis)",
         "fixed = []",
-        (TESTS + "test_an_input_that_is_as_large_as_sequences_but_fixed",),
+        (UPDATE + "[fixed-features-eager]",),
     ),
     Mutant(
         "lengths: aux not padded in other axes",
@@ -151,63 +154,63 @@ MUTANTS = [
         TRIAL,
         "needed = tf.logical_and(comparison.is_padded, tf.equal(replicas.read(done), 0))",
         "needed = tf.constant(False)",
-        (TESTS + "test_a_loss_that_depends_on_padding[graph]",),
+        (REFUSED + "[loss-graph]",),
     ),
     Mutant(
         "lengths: metrics not compared",
         PADDING,
         "found.setdefault(metric.name, []).extend(v for v in values if v is not None)",
         "pass",
-        (TESTS + "test_a_metric_that_depends_on_padding",),
+        (REFUSED + "[own-metric-eager]",),
     ),
     Mutant(
         "lengths: ragged rows not in the size",
         CUT,
         "largest([self._dense_size, *(self.longest_row(leaf) for leaf in self.ragged)])",
         "self._dense_size",
-        (TESTS + "test_a_budget_for_ragged_tokens",),
+        (LOOPS + "test_a_budget_for_ragged_tokens",),
     ),
     Mutant(
         "lengths: ragged rows not tried",
         COMPARED,
         "return Comparison(micro_batches, start, end, longer > 0)",
         "return Comparison(micro_batches, start, end, longer < 0)",
-        (TESTS + "test_a_layer_after_ragged_tokens_that_depends_on_padding[eager]",),
+        (LOOPS + "test_a_layer_after_ragged_tokens_that_depends_on_padding[True]",),
     ),
     Mutant(
         "lengths: a trial with the padding that examples have",
         COMPARED,
         "examples = micro_batches.filled(start, end, longest)",
         "examples = micro_batches.uncut(start, end)",
-        (TESTS + "test_a_maximum_over_all_positions",),
+        MAXIMUM,
     ),
     Mutant(
         "lengths: a trial with examples that have no padding",
         COMPARED,
         "start = larger(start, ops.where(as_long < examples, as_long, 0))",
         "pass",
-        (TESTS + "test_padding_of_the_last_micro_batch_alone",),
+        (REFUSED + "[last-micro-batch-eager]",),
     ),
     Mutant(
         "lengths: a trial without padding",
         BY_LENGTH,
         "again = ops.logical_and(is_sequence, positions < length)",
         "again = ops.logical_and(is_sequence, positions >= 0)",
-        (TESTS + "test_a_maximum_over_all_positions",),
+        MAXIMUM,
     ),
     Mutant(
         "lengths: examples that depend on each other compared",
         COMPARED,
         "        if not is_additive():\n",
         "        if False:\n",
-        (TESTS + "test_ragged_tokens_of_examples_that_depend_on_each_other",),
+        (LOOPS + "test_ragged_tokens_of_examples_that_depend_on_each_other",),
     ),
     Mutant(
         "lengths: ragged rows not in the length of a micro-batch",
         BY_LENGTH,
         'rows = [leaf for leaf, _ in pairs if engine.kind_of(leaf) == "ragged"]',
         "rows = []",
-        (TESTS + "test_a_budget_for_ragged_tokens",),
+        (LOOPS + "test_a_budget_for_ragged_tokens",),
     ),
     Mutant(
         "lengths: counts doubled",
@@ -228,7 +231,7 @@ MUTANTS = [
         BY_LENGTH,
         "if len(weights.shape) <= axis or length is None:",
         "if len(weights.shape) <= axis or length is None or self.sequences.ragged:",
-        (TESTS + "test_ragged_tokens[tokens-graph]",),
+        (LOOPS + "test_ragged_tokens[tokens-graph]",),
     ),
     Mutant(
         "lengths: neither gradients compared nor weights moved",
@@ -240,13 +243,13 @@ MUTANTS = [
         '            found = self._outcome(loop, model, micro_batch)["loss"]\n'
         '            return {"loss": found[len(model.trained) :]}\n\n'
         "        outcomes = [outcome]\n",
-        (TESTS + "test_a_layer_behind_which_all_is_0_at_first",),
+        (REFUSED + "[zeros-graph]",),
     ),
     Mutant(
         "lengths: longer lengths not tried for XLA",
         BY_LENGTH,
         "return [_rounded_up(self.sequences.size)]",
         "return []",
-        (TESTS + "test_labels_that_are_made_longer",),
+        (LOOPS + "test_labels_that_are_made_longer",),
     ),
 ]
