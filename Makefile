@@ -77,7 +77,7 @@ check: .venv/dev-installed
 # processes: some tests wait, for processes of their own.
 PYTEST = -m pytest -n 3 --dist worksteal --durations 10
 # The folders of tests that JAX and torch run, too. A file that imports TensorFlow is left out there.
-ON_BACKENDS = tests/contract tests/contract_of_keras tests/equivalence tests/fit tests/loops tests/backends
+ON_BACKENDS = tests/contract tests/contract_of_keras tests/equivalence tests/fit tests/loops
 
 pytest: .venv/dev-installed
 	.venv/bin/python $(PYTEST)

@@ -33,8 +33,6 @@ if BACKEND == "jax" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
 
 # A command, and scripts that tests run.
 collect_ignore = ["mutants", "processes/scripts"]
-if BACKEND == "tensorflow":
-    collect_ignore.append("backends")
 
 OTHERS = {"tensorflow", "jax", "torch"} - {BACKEND}
 IMPORTS_ANOTHER = re.compile(rf"^(import|from) ({'|'.join(OTHERS)})\w*\b", re.MULTILINE)
