@@ -509,28 +509,26 @@ CASES = {
 }
 # Micro-batches of one
 for name in (
-    *("contrastive", "sorted_distance", "batch_hard_triplet", "supervised_contrastive"),
-    *("correlation", "dice", "layer-mean", "attention", "router"),
+    *("contrastive", "sorted_distance", "batch_hard_triplet", "correlation", "dice"),
+    *("layer-mean", "attention", "router"),
 ):
     expected, make, options = CASES[name]
-    CASES[f"{name}-alone"] = {**expected}, make, {**options, "size": 1}
+    CASES[f"{name}-alone"] = expected, make, {**options, "size": 1}
 # An example alone has no other of its class: the weights become NaN. Compiled, JAX tries losses
 # with predictions that are made up.
-CASES["supervised_contrastive-alone"][0].clear()
-CASES["supervised_contrastive-alone"][0].update(
-    {"unknown": "NaN", **({BY_NUMBER: "supervised_contrastive"} if BACKEND == "jax" else {})}
-)
+MADE_UP = {BY_NUMBER: "supervised_contrastive"} if BACKEND == "jax" else {}
+CASES["supervised-alone"] = case({"unknown": "NaN", **MADE_UP}, loss=supervised_contrastive, size=1)
 
-# JAX compiles each step. Of each kind, one is for every day.
-ON_JAX = (
-    *("contrastive", "with_the_next", "layer-mean", "gated", "of_number", "by_shape"),
-    *("by-ones", "noise"),
-)
+SLOW = {name for name in CASES if name.endswith("alone")} - {
+    "contrastive-alone",
+    "layer-mean-alone",
+}
+if BACKEND == "jax":  # which compiles each step: of each kind, one is for every day.
+    SLOW = {*CASES} - {"contrastive", "layer-mean", "gated", "by_shape", "by-ones", "noise"}
 
 
 def marks_of(name):
-    slow = name not in ON_JAX if BACKEND == "jax" else name.endswith("alone") and name[0] in "abrsd"
-    found = [thorough] if slow else []
+    found = [thorough] if name in SLOW else []
     if BACKEND == "torch" and name == "mean-for-each":
         reason = "On torch the gradients of such losses are not looked at."
         found.append(pytest.mark.xfail(strict=True, reason=reason))
@@ -566,7 +564,7 @@ def test_masked_tokens_are_silent(reduction):
 
 
 @slow_on("jax")
-@pytest.mark.parametrize("examples", [2, 3, 7])
+@pytest.mark.parametrize("examples", [pytest.param(2, marks=thorough), 3, 7])
 def test_few_examples(examples):
     """The others are examples of the same micro-batch."""
     x, y = data(examples, seed=examples)
@@ -577,7 +575,9 @@ def test_few_examples(examples):
 
 
 @slow_on("jax")
-@pytest.mark.parametrize(("examples", "size"), [(40, 12), (13, 12), (40, 9)])
+@pytest.mark.parametrize(
+    ("examples", "size"), [pytest.param(40, 12, marks=thorough), (13, 12), (40, 9)]
+)
 def test_other_sizes(examples, size):
     others = {"size": size, "x": data(examples)[0], "y": data(examples)[1]}
     assert said_of(build(culprit(COUNTING["arange"])), **others, **SIZED) == SIZED_LAYER
@@ -597,7 +597,7 @@ TOLERANCES = {
 
 
 @slow_on("jax")
-@thorough_for("mixed_bfloat16")
+@thorough_for("float32", "mixed_bfloat16")
 @pytest.mark.parametrize("policy", TOLERANCES)
 def test_rounding(policy):
     """A part of the tolerance is the rounding of a dtype, and a multiple is none."""

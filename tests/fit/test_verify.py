@@ -73,6 +73,7 @@ def test_models(name):
         assert ("was tried" in report.causes[-1].advice) == bool(case.advice)
 
 
+@slow_on_jax
 def test_whole_batch_loss_as_the_way_out():
     case = CASES["dice"]
     model = macrobatch.accumulate(case.make(), **SIZE, whole_batch_loss=True)
