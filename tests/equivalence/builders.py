@@ -2,6 +2,7 @@
 
 import keras
 import numpy as np
+import support
 from keras import layers
 from support import DensePlain, array
 
@@ -58,6 +59,19 @@ def compiled(model, cut=3, **options):
 def fit(model, x=X, y=Y, **options):
     """`fit` on batches of eight, in their order."""
     return model.fit(x, y, **{"batch_size": 8, "shuffle": False, "verbose": 0, **options})
+
+
+def update_of_narrow_sums(policy):
+    """An update of 0.1 by gradients 256, 1, -256 and 0. In bfloat16, 256 + 1 is 256."""
+    keras.config.set_floatx("float32")
+    keras.config.set_dtype_policy(policy)
+    head = layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    with support.strategy.scope():
+        model = keras.Sequential([keras.Input([1]), head])
+        loss = keras.losses.MeanAbsoluteError(reduction="sum")
+        compiled(model, 1, loss=loss)
+    fit(model, np.array([[256.0], [1.0], [-256.0], [0.0]]), np.ones([4, 1]))
+    return float(array(head.kernel).item())
 
 
 def masks_drawn(seed):

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import support
 import tensorflow as tf
+from builders import fit, update_of_narrow_sums
 from keras import layers, losses, ops, optimizers
 from support import array, assert_same, check, thorough, thorough_for
 from support.loops import made_in
@@ -62,10 +63,6 @@ def plain_and_ours(build=mlp, **arguments):
     """A plain model on one device, and an accumulated one on replicas."""
     plain = macrobatch.release(compiled(tf.distribute.get_strategy(), build, **arguments))
     return plain, compiled(support.strategy, build, **arguments)
-
-
-def fit(model, x, y, **options):
-    return model.fit(x, y, **{"batch_size": 8, "shuffle": False, "verbose": 0, **options})
 
 
 # One reduction
@@ -297,18 +294,8 @@ def test_variables_of_different_dtypes():
 
 
 def test_sums_over_replicas_are_wide():
-    """In bfloat16, 256 + 1 is 256: parts must not be rounded before they are summed."""
-    keras.config.set_floatx("float32")
-    keras.config.set_dtype_policy("bfloat16")
-
-    def build():
-        head = layers.Dense(1, use_bias=False, kernel_initializer="zeros")
-        return keras.Sequential([keras.Input([1]), head])
-
-    loss = {"loss": lambda: losses.MeanAbsoluteError(reduction="sum")}
-    model = compiled(support.strategy, build, 1, **loss)
-    fit(model, np.array([[256.0], [1.0], [-256.0], [0.0]]), np.ones([4, 1]))
-    assert array(model.layers[0].kernel).astype("float32").item() == pytest.approx(0.1, rel=1e-2)
+    """Parts must not be rounded before they are summed."""
+    assert update_of_narrow_sums("bfloat16") == pytest.approx(0.1, rel=1e-2)
 
 
 def test_a_gradient_that_is_not_finite_on_one_replica(strategy):
