@@ -9,9 +9,21 @@ import weakref
 import keras
 import numpy as np
 import pytest
-from builders import X, Y, compiled, data, dense, fit, linear, masks_drawn, update_of_narrow_sums
+from builders import (
+    X,
+    Y,
+    compiled,
+    data,
+    dense,
+    fit,
+    linear,
+    masks_drawn,
+    own_loss,
+    update_of_narrow_sums,
+)
 from keras import callbacks, layers, ops, optimizers
 from keras.src.backend.common.symbolic_scope import in_symbolic_scope
+from loss_cases import mean_of_tokens, tokens_of
 from support import (
     BACKEND,
     MODES,
@@ -233,6 +245,17 @@ def test_each_micro_batch_runs_once(masked, mode):
     *first, later = CALLS[mode]
     assert counts[:2] == first
     assert sum(counts[2:]) == later
+
+
+@pytest.mark.xfail(BACKEND == "torch", reason="raises: No gradients provided for any variable")
+def test_a_batch_without_weight_changes_nothing():
+    """Its loss is 0 / 0."""
+    cut = {"micro_batch_size": 3, "micro_batch_weight": tokens_of}
+    model = compiled(own_loss(mean_of_tokens)(), cut)
+    before = model.get_weights()
+    fit(model, y=np.zeros_like(Y))
+    for left, right in zip(before, model.get_weights()):
+        np.testing.assert_array_equal(left, right)
 
 
 # What is said

@@ -8,6 +8,8 @@ import pytest
 import torch
 from builders import X, Y, compiled, data, dense, fit, tokens
 from keras import layers, optimizers
+from keras.losses import MeanSquaredError
+from loss_cases import two_heads
 from support import assert_same, build_pair
 from support.inside import make_running_out_an_error, skip_interaction_check
 
@@ -24,6 +26,17 @@ def test_gradients_are_left_where_callbacks_look_for_them():
         model.train_on_batch(X, Y)
     for one, other in zip(*(model.trainable_weights for model in models)):
         np.testing.assert_allclose(one.value.grad, other.value.grad, rtol=1e-10)
+
+
+def test_gradients_that_count_nothing_are_0_even_if_not_finite():
+    model = two_heads()
+    loss = [MeanSquaredError(reduction="mean_with_sample_weight") for _ in range(2)]
+    compiled(model, loss=loss)
+    before = model.get_weights()
+    labels, weights = [Y, np.full_like(Y, np.inf)], [np.ones(19), np.zeros(19)]
+    fit(model, X, labels, sample_weight=weights)
+    changed = [(one != other).any() for one, other in zip(before, model.get_weights())]
+    assert changed == [True, True, False, False]
 
 
 def test_outputs_of_one_micro_batch_are_in_memory(monkeypatch):
