@@ -40,6 +40,7 @@ class Case:
         elsewhere: where `make test-backends` runs it: "jax" and "torch" are what these backends do
             unless told otherwise, "jax-eager" is another mode. By default on torch, and on JAX,
             which takes seconds to compile a model, if `make test` makes a graph of it.
+        other_modes: whether other backends run it also as they do if told so.
         wrong_metrics: on which backends plain Keras reports wrong metrics of it: masks do not count
             in training on JAX, and they are multiplied into the user's weights on torch. There,
             weights and losses are compared.
@@ -58,6 +59,7 @@ class Case:
     quick: str = EVERYWHERE
     backends: str = BACKENDS
     elsewhere: Optional[str] = None
+    other_modes: bool = True
     wrong_metrics: str = ""
     filters: List[str] = field(default_factory=list)
     warns: str = ""
@@ -68,7 +70,9 @@ class Case:
     options: Dict[str, Any] = field(default_factory=dict)
 
     def expected(self, mode):
-        modes = [each for each in self.modes.split() if each in MODES] or list(MODES)
+        modes = list(MODES)
+        if BACKEND == "tensorflow":
+            modes = [each for each in self.modes.split() if each in MODES] or modes
         if self.per_mode:
             return self._trained(mode if mode in MODES else modes[0])
         # Eagerly, JAX compiles each operation by itself.
@@ -94,7 +98,8 @@ class Case:
         """The case in each mode of this backend, marked thorough where it says so."""
         if BACKEND not in self.backends.split():
             return
-        for mode in self.modes.split() if BACKEND == "tensorflow" else MODES:
+        modes = list(MODES) if self.other_modes else list(MODES)[:1]
+        for mode in self.modes.split() if BACKEND == "tensorflow" else modes:
             filters = [*self.filters, *(OF_REPLICAS if mode == "replicas" else [])]
             filters += OF_COMPILER if BACKEND == "torch" and mode == "compiled" else []
             marks = [pytest.mark.filterwarnings(each) for each in filters]

@@ -11,6 +11,7 @@ from support import (
     MODES,
     array,
     assert_same_history,
+    only_on,
     slow_on,
     thorough,
 )
@@ -157,9 +158,7 @@ def by_length(build, x, y=None, tokens=None, lengths=None, **options):
     if tokens:
         cut.update(micro_batch_size=None, micro_batch_tokens=tokens)
     options = {"loss": lambda: crossentropy(), "modes": "graph eager", "quick": "", **options}
-    if BACKEND != "tensorflow":
-        del options["modes"]
-    options = {"elsewhere": "torch", "wrong_metrics": "jax", **options}
+    options = {"elsewhere": "torch", "other_modes": False, "wrong_metrics": "jax", **options}
     return case(build, x, y, cut=cut, **options)
 
 
@@ -237,6 +236,7 @@ for name, tokens in (("size", None), ("tokens", 60)):
         modes="replicas",
         batch_size=9,
         elsewhere="torch jax" if name == "size" else "torch",
+        other_modes=name == "size",
         **how,
     )
     CASES[f"classes-{name}"] = by_length(
@@ -265,13 +265,7 @@ for reduction in ("sum_over_batch_size", "mean_with_sample_weight", "sum"):
     )
 
 
-def is_run(each):
-    """Elsewhere, other modes compile each operation, or nothing that has a mask."""
-    is_usual = BACKEND == "tensorflow" or each.values[1] == FIRST
-    return is_usual or each.id == "tags-size-eager"
-
-
-@pytest.mark.parametrize(("case", "mode"), list(filter(is_run, parameters(CASES))))
+@pytest.mark.parametrize(("case", "mode"), parameters(CASES))
 def test_the_update_of_the_whole_batch(case, mode, monkeypatch):
     case.check(mode, monkeypatch)
 
@@ -365,7 +359,7 @@ def test_there_is_less_work(cut, most):
 
 
 @writes
-@pytest.mark.skipif(BACKEND == "torch", reason="nothing is compiled for a shape")
+@only_on("tensorflow", "jax")
 @pytest.mark.parametrize(
     "name",
     [
@@ -594,7 +588,7 @@ def test_arguments(arguments, match):
         macrobatch.accumulate(tagger(), **arguments)
 
 
-@pytest.mark.skipif(BACKEND != "jax", reason="these go together")
+@only_on("jax")  # Elsewhere these go together.
 def test_what_goes_with_other_settings():
     with pytest.raises(ValueError, match=r"sequence_axis=1 and whole_batch_loss=True"):
         macrobatch.accumulate(tagger(), whole_batch_loss=True, **SIZE)

@@ -5,12 +5,14 @@ forward passes, joined: see Joined.
 """
 
 import functools
+import itertools
 from contextlib import nullcontext
 
 import keras
 import numpy as np
 import pytest
 import support
+from case import OF_COMPILER, case, parameters
 from keras import layers, ops
 from support import (
     BACKEND,
@@ -20,8 +22,9 @@ from support import (
     assert_ended,
     assert_same_history,
     ended,
+    modes,
+    only_on,
     slow_on,
-    thorough,
     variables,
 )
 from support.unchanged import unchanged
@@ -36,15 +39,7 @@ CUT = {"micro_batch_size": 3, "whole_batch_loss": True}
 train = functools.partial(support.train, batch_size=7)
 
 
-on_tensorflow = pytest.mark.skipif(BACKEND != "tensorflow", reason="of TensorFlow")
-not_on_jax = pytest.mark.skipif(BACKEND == "jax", reason="refused, or compiled, on JAX")
-
-
-def modes(*quick, **marks):
-    """Parameters: these modes of TensorFlow, then others; elsewhere the first of the backend."""
-    if BACKEND != "tensorflow":
-        return [next(iter(MODES))]
-    return [*quick, *(pytest.param(mode, marks=thorough) for mode in marks.get("thorough", ()))]
+pytestmark = [pytest.mark.filterwarnings(each) for each in OF_COMPILER]
 
 
 class Joined(keras.Model):
@@ -175,130 +170,159 @@ class Adding(layers.Layer):
 crossentropy = functools.partial(keras.losses.SparseCategoricalCrossentropy, from_logits=True)
 ONE_HOT = np.eye(3)[LABELS]
 
-# A model, its data, and what support.train takes besides.
+
+def pooled():
+    """Sentences as vectors: what is padded does not count."""
+    tokens = keras.Input([None], dtype="int32")
+    hidden = layers.Embedding(9, 4, mask_zero=True)(tokens)
+    hidden = layers.GlobalAveragePooling1D()(layers.Dense(4, "tanh")(hidden))
+    return keras.Model(tokens, layers.Dense(3)(hidden))
+
+
+def tags_and_vector():
+    """A prediction for each token, whose padding is restored, and one for each example."""
+    tokens = keras.Input([None], dtype="int32")
+    hidden = layers.Dense(4, "tanh")(layers.Embedding(9, 4, mask_zero=True)(tokens))
+    vector = layers.Dense(3, name="vector")(layers.GlobalAveragePooling1D()(hidden))
+    return keras.Model(
+        tokens,
+        {"tags": layers.Dense(5, name="tags")(hidden), "vector": vector},
+    )
+
+
+def of_positions(y_true, y_pred):
+    """One value for all positions of all examples; padding comes to 0."""
+    there = ops.cast(ops.any(ops.not_equal(y_true, 0), -1), y_pred.dtype)
+    return ops.logsumexp(ops.sum(ops.square(y_true - y_pred), -1) * there)
+
+
+def of_batch(build, x, y, cut=None, **options):
+    """A case. Micro-batches of 3, 3 and 1 examples; replicas have 4 and 3 of them, 1 and none."""
+    options = {"quick": "", "elsewhere": "torch", "other_modes": False, "batch_size": 7, **options}
+    options["filters"] = ["ignore:Nothing is being accumulated"]
+    return case(build, x, y, cut={"whole_batch_loss": True, **(cut or {})}, **options)
+
+
 CASES = {
-    "contrastive": (dense, X, Y, {"loss": contrastive, "metrics": lambda: ["mae", Ranks()]}),
-    "scalar": (dense, X, Y, {"loss": scalar}),
-    "dice": (lambda: dense(layers.Softmax()), X, ONE_HOT, {"loss": keras.losses.Dice()}),
-    "tversky": (
+    "contrastive": of_batch(
+        dense,
+        X,
+        Y,
+        loss=contrastive,
+        metrics=lambda: ["mae", Ranks()],
+        elsewhere="torch jax",
+        other_modes=True,
+    ),
+    "scalar": of_batch(dense, X, Y, loss=scalar),
+    "dice": of_batch(
+        lambda: dense(layers.Softmax()), X, ONE_HOT, loss=keras.losses.Dice(), per_mode=True
+    ),
+    "tversky": of_batch(
         lambda: dense(layers.Softmax()),
         X,
         ONE_HOT,
-        {
-            "loss": keras.losses.Tversky(alpha=0.3),
-            "metrics": lambda: [keras.metrics.AUC(name="auc")],
-        },
+        loss=keras.losses.Tversky(alpha=0.3),
+        metrics=lambda: [keras.metrics.AUC(name="auc")],
     ),
-    "compute_loss with a temperature": (temperature, X, Y, {"metrics": ["mae"]}),
-    "towers": (
+    "compute_loss with a temperature": of_batch(
+        temperature, X, Y, metrics=["mae"], quick="graph eager replicas", elsewhere="torch jax"
+    ),
+    "towers": of_batch(
         towers,
         {"queries": X, "items": Y},
         LABELS,
-        {"loss": None, "fit": {"sample_weight": RNG.uniform(size=15)}},
+        loss=None,
+        fit={"sample_weight": RNG.uniform(size=15)},
     ),
-    "outputs": (
+    "outputs": of_batch(
         two_outputs,
         X,
         {"a": Y, "b": Y},
-        {
-            "loss": {"a": contrastive, "b": "mse"},
-            "loss_weights": {"a": 0.5, "b": 2.0},
-            "metrics": {"b": ["mae"]},
-        },
+        loss={"a": contrastive, "b": "mse"},
+        loss_weights={"a": 0.5, "b": 2.0},
+        metrics={"b": ["mae"]},
+        per_mode=True,
     ),
-    "mask": (
+    "mask": of_batch(
         tagger,
         TOKENS,
         TOKENS % 5,
-        {"loss": lambda: crossentropy(), "weighted_metrics": ["accuracy"]},
+        loss=lambda: crossentropy(),
+        weighted_metrics=["accuracy"],
+        quick="graph",
+        elsewhere="torch",
+        wrong_metrics="jax",
     ),
-    "sample weights": (
+    "sample weights": of_batch(
         dense,
         X,
         Y,
-        {
-            "loss": lambda: keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"),
-            "fit": {"sample_weight": RNG.uniform(size=15)},
-            "weighted_metrics": ["mae"],
-        },
+        loss=lambda: keras.losses.MeanSquaredError(reduction="mean_with_sample_weight"),
+        fit={"sample_weight": RNG.uniform(size=15)},
+        weighted_metrics=["mae"],
     ),
-    "masks and weights": (  # which Keras multiplies in place on torch
+    "masks and weights": of_batch(  # which Keras multiplies in place on torch
         masked,
         RNG.normal(size=[15, 6, 3]) * (np.arange(6) < 4)[:, None],
         RNG.normal(size=[15, 6, 2]),
-        {
-            "fit": {"sample_weight": np.abs(RNG.normal(size=[15, 6]))},
-            "weighted_metrics": ["mae"],
-        },
+        fit={"sample_weight": np.abs(RNG.normal(size=[15, 6]))},
+        weighted_metrics=["mae"],
+        wrong_metrics="jax",
     ),
-    "class weights": (
+    "class weights": of_batch(
         dense,
         X,
         LABELS,
-        {"loss": lambda: crossentropy(), "fit": {"class_weight": {0: 1.0, 1: 3.0, 2: 0.5}}},
+        loss=lambda: crossentropy(),
+        fit={"class_weight": {0: 1.0, 1: 3.0, 2: 0.5}},
     ),
-    "no reduction": (
+    "no reduction": of_batch(
         dense,
         X,
         Y,
-        {"loss": lambda: keras.losses.MeanSquaredError(reduction=None)},
+        loss=lambda: keras.losses.MeanSquaredError(reduction=None),
+        backends="tensorflow",  # Elsewhere Keras must have a scalar.
     ),
-    "add_loss": (lambda: dense(Adding()), X, Y, {"loss": contrastive}),
-    "embedding": (
+    "add_loss": of_batch(lambda: dense(Adding()), X, Y, loss=contrastive, quick="graph"),
+    "embedding": of_batch(
         lambda: keras.Sequential(
             [keras.Input([6], dtype="int32"), layers.Embedding(9, 4), layers.Flatten()]
         ),
         TOKENS,
         RNG.normal(size=(15, 24)),
-        {"loss": contrastive, "optimizer": lambda: keras.optimizers.SGD(0.1, momentum=0.9)},
+        loss=contrastive,
     ),
 }
-if BACKEND != "tensorflow":  # where Keras must have a scalar
-    del CASES["no reduction"]
-QUICK = {
-    "tensorflow": {
-        "graph": ["compute_loss with a temperature", "mask", "add_loss"],
-        "eager": ["compute_loss with a temperature"],
-        "compiled": [],
-        "replicas": ["compute_loss with a temperature"],
-    },
-    "jax": {"compiled": ["contrastive", "compute_loss with a temperature"]},
-    "torch": {"eager": list(CASES)},
-}[BACKEND]
+BY_LENGTH = {
+    "vector": (pooled, Y, contrastive),
+    "tags and vector": (
+        tags_and_vector,
+        {"tags": TOKENS % 5, "vector": Y},
+        {"tags": crossentropy(), "vector": contrastive},
+    ),
+    "positions": (tagger, np.eye(5)[TOKENS % 5] * (TOKENS > 0)[..., None], of_positions),
+}
+for (name, (build, y, loss)), tokens, modes_of_case in itertools.product(
+    BY_LENGTH.items(),
+    (None, 12),
+    ("eager", "graph compiled"),  # Eager Keras weighs losses of several outputs in another way.
+):
+    size = {"micro_batch_size": None, "micro_batch_tokens": tokens} if tokens else {}
+    CASES[f"{name} by length, {tokens}, {modes_of_case}"] = of_batch(
+        build,
+        TOKENS,
+        y,
+        {**size, "sequence_axis": 1},
+        loss=loss,
+        modes=modes_of_case,
+        quick="eager" if (name, tokens) == ("vector", None) else "",
+        backends="tensorflow torch" if modes_of_case == "eager" else "tensorflow",
+    )
 
 
-@functools.lru_cache(maxsize=None)
-def plain(case, mode):
-    build, x, y, options = CASES[case]
-    return ended(*train(build, x, y, **options, **MODES[mode]))
-
-
-@pytest.mark.filterwarnings("ignore:Nothing is being accumulated")
-@pytest.mark.parametrize(
-    ("case", "mode"),
-    [
-        *(
-            pytest.param(case, mode, marks=[] if case in quick else [thorough])
-            for mode, quick in QUICK.items()
-            for case in CASES
-        ),
-        *[pytest.param("contrastive", "eager", marks=thorough)] * (BACKEND == "jax"),
-    ],
-)
+@pytest.mark.parametrize(("case", "mode"), parameters(CASES))
 def test_as_plain_keras_on_the_whole_batch(case, mode, monkeypatch):
-    """Batches of 7, 7 and 1, in micro-batches of 3, 3 and 1; on replicas of 4 and 3, 1 and 0."""
-    if mode == "replicas":
-        monkeypatch.setattr(support, "strategy", support.mirrored(2))
-    build, x, y, options = CASES[case]
-    scope = support.strategy.scope()
-    kwargs = {**options, **MODES.get(mode, {})}
-    model, history = train(build, x, y, cut=CUT, scope=scope, **kwargs)
-    # In eager mode, Keras weighs losses of several outputs in another way; XLA rounds otherwise.
-    reference = plain(case, mode if mode in MODES else "graph")
-    assert_ended(reference, model)
-    if BACKEND == "jax" and "mask" in case:  # Keras leaves them out of metrics.
-        history = {**reference.history, "loss": history["loss"]}
-    assert_same_history(reference.history, history)
+    case.check(mode, monkeypatch)
 
 
 # Random layers
@@ -317,8 +341,8 @@ def joined(mode):
     return ended(*train(functools.partial(noisy, Joined), X[:14], Y[:14], **options))
 
 
-@on_tensorflow
-@pytest.mark.parametrize("mode", modes("graph", "eager", thorough=["compiled"]))
+@only_on("tensorflow")
+@pytest.mark.parametrize("mode", modes("graph eager"))
 def test_random_layers_draw_the_same_in_both_passes(mode):
     options = {"loss": contrastive, "metrics": ["mae"], **MODES[mode]}
     model, history = train(noisy, X[:14], Y[:14], cut=CUT, **options)
@@ -333,9 +357,14 @@ def test_random_layers_draw_the_same_in_both_passes(mode):
 @pytest.mark.parametrize("seed", [pytest.param(None, marks=slow_on("jax")), 5])
 def test_the_gradient_is_that_of_one_draw(seed):
     """A finite difference shows it, with the same draws each time."""
+
+    def comparing(y_true, y_pred):
+        products = ops.matmul(y_pred, ops.transpose(y_pred))
+        return ops.mean(ops.logsumexp(products, -1)) + ops.mean((y_true - y_pred) ** 2)
+
     rate, step = 0.5, 1e-5
     model = dense(layers.Dropout(0.5, seed=seed))
-    model.compile(keras.optimizers.SGD(rate), contrastive)
+    model.compile(keras.optimizers.SGD(rate), comparing)
     macrobatch.accumulate(model, **CUT)
     kernel, start = model.layers[0].kernel, [array(v) for v in variables(model)]
 
@@ -359,7 +388,7 @@ def test_the_gradient_is_that_of_one_draw(seed):
     assert all(seeds) or (BACKEND == "torch" and seed is None)  # drawn from torch's own generator
 
 
-@on_tensorflow
+@only_on("tensorflow")
 def test_mixed_precision_with_a_loss_scale():
     """float16 gradients are those of the scaled loss of the whole batch."""
     keras.config.set_floatx("float32")
@@ -400,7 +429,7 @@ def test_gradients_of_a_tiny_loss_do_not_vanish_in_float16():
 
 @pytest.mark.filterwarnings("ignore:BatchNormalization normalises")
 @slow_on("jax")
-@pytest.mark.parametrize("mode", modes("graph", thorough=["eager"]))
+@pytest.mark.parametrize("mode", modes("graph")[:2])
 def test_moving_statistics_are_those_of_the_batch(mode):
     def build(kind=keras.Model):
         inputs = keras.Input([4])
@@ -502,7 +531,7 @@ def test_what_draws_anew_is_refused_and_nothing_changes(library, mode, match):
         model.fit(X, Y, batch_size=8, verbose=0)
 
 
-@pytest.mark.parametrize("mode", modes("graph", "eager"))
+@pytest.mark.parametrize("mode", modes("graph eager"))
 def test_predictions_must_have_the_examples_first(mode):
     inputs = keras.Input([4])
     model = Temperature(inputs, [layers.Dense(3)(inputs), ops.sum(inputs)])
@@ -512,8 +541,8 @@ def test_predictions_must_have_the_examples_first(mode):
         model.fit(X, Y, batch_size=8, verbose=0)
 
 
-@not_on_jax
-@pytest.mark.parametrize("mode", modes("eager", thorough=["graph"]))
+@only_on("tensorflow", "torch")
+@pytest.mark.parametrize("mode", modes("eager")[:2])
 def test_a_loss_that_fails_changes_nothing(mode):
     def failing(y_true, y_pred):
         if BACKEND == "tensorflow":
@@ -542,7 +571,7 @@ def test_a_loss_that_fails_changes_nothing(mode):
 # Evaluation
 
 
-@pytest.mark.parametrize("mode", modes("graph", thorough=["compiled"]))
+@pytest.mark.parametrize("mode", modes("graph"))
 def test_evaluate_sees_the_whole_batch(mode):
     keras.utils.set_random_seed(1)
     model = dense(layers.Dropout(0.5))
@@ -553,7 +582,7 @@ def test_evaluate_sees_the_whole_batch(mode):
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
-@not_on_jax
+@only_on("tensorflow", "torch")
 @pytest.mark.examples_meet
 def test_memory_is_that_of_micro_batches():
     seen = []
@@ -582,71 +611,7 @@ def test_memory_is_that_of_micro_batches():
     assert seen == [3, 3, 2]
 
 
-# Sequences by length
-
-
-def pooled():
-    """Sentences as vectors: what is padded does not count."""
-    tokens = keras.Input([None], dtype="int32")
-    hidden = layers.Embedding(9, 4, mask_zero=True)(tokens)
-    hidden = layers.GlobalAveragePooling1D()(layers.Dense(4, "tanh")(hidden))
-    return keras.Model(tokens, layers.Dense(3)(hidden))
-
-
-def tags_and_vector():
-    """A prediction for each token, whose padding is restored, and one for each example."""
-    tokens = keras.Input([None], dtype="int32")
-    hidden = layers.Dense(4, "tanh")(layers.Embedding(9, 4, mask_zero=True)(tokens))
-    vector = layers.Dense(3, name="vector")(layers.GlobalAveragePooling1D()(hidden))
-    return keras.Model(
-        tokens,
-        {"tags": layers.Dense(5, name="tags")(hidden), "vector": vector},
-    )
-
-
-def as_positions(y_true, y_pred):
-    """One value for all positions of all examples; padding comes to 0."""
-    there = ops.cast(ops.any(ops.not_equal(y_true, 0), -1), y_pred.dtype)
-    return ops.logsumexp(ops.sum(ops.square(y_true - y_pred), -1) * there)
-
-
-OUTPUTS = {
-    "vector": (pooled, Y, contrastive),
-    "tags and vector": (
-        tags_and_vector,
-        {"tags": TOKENS % 5, "vector": Y},
-        {"tags": crossentropy(), "vector": contrastive},
-    ),
-    "positions": (tagger, np.eye(5)[TOKENS % 5] * (TOKENS > 0)[..., None], as_positions),
-}
-
-
-@not_on_jax
-@pytest.mark.parametrize("mode", modes("eager", thorough=["graph", "compiled"]))
-@pytest.mark.parametrize(
-    "cut",
-    [
-        {"micro_batch_size": 3},
-        pytest.param({"micro_batch_tokens": 12}, marks=slow_on("tensorflow")),
-    ],
-    ids=["size", "tokens"],
-)
-@pytest.mark.parametrize(
-    "outputs",
-    ["vector", *(pytest.param(name, marks=slow_on("tensorflow")) for name in list(OUTPUTS)[1:])],
-)
-def test_sequences_by_length(outputs, cut, mode):
-    build, y, loss = OUTPUTS[outputs]
-    # In eager mode, Keras weighs losses of several outputs in another way.
-    how = MODES["eager"] if mode == "eager" else {}
-    reference, history = train(build, TOKENS, y, loss=loss, **how)
-    cut = {**cut, "sequence_axis": 1, "whole_batch_loss": True}
-    model, other = train(build, TOKENS, y, cut=cut, loss=loss, **MODES[mode])
-    support.assert_same(reference, model)
-    assert_same_history(history, other)
-
-
-@not_on_jax
+@only_on("tensorflow", "torch")
 @slow_on("tensorflow")
 def test_padding_that_counts_is_refused():
     model = keras.Sequential(
@@ -667,7 +632,7 @@ class Centring(keras.Model):
 
 
 @slow_on("jax")
-@pytest.mark.parametrize("mode", modes("eager", thorough=["graph"]))
+@pytest.mark.parametrize("mode", modes("eager"))
 def test_no_gradient_flows_through_what_the_loss_assigns(mode):
     def build():
         inputs = keras.Input([4])
