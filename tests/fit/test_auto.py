@@ -23,7 +23,12 @@ from support import (
     train,
     variables,
 )
-from support.inside import count_memory, make_available, make_running_out_an_error
+from support.inside import (
+    count_memory,
+    make_available,
+    make_running_out_an_error,
+    skip_interaction_check,
+)
 from support.memory import (
     BASE,
     MIB,
@@ -480,8 +485,9 @@ def test_memory_is_watched_where_running_out_is_no_error(layer, request, counted
 @pytest.mark.eager
 @slow_on("jax")
 @pytest.mark.parametrize("steps", STEPS)
-def test_sizes_grow_where_nothing_is_rehearsed(steps, room, counted):
+def test_sizes_grow_where_nothing_is_rehearsed(steps, room, counted, monkeypatch):
     """In tests, and in train steps that are not Keras'."""
+    skip_interaction_check(monkeypatch)
     expected, model = made(steps=steps), made(steps=steps, cut=FOR_11)
     sizes = []
     for _ in range(5):
