@@ -6,6 +6,7 @@
 # make mutants         break the package in many ways, one at a time, and see whether a test notices (a quarter of an hour)
 # make test-oldest     the tests with the oldest supported TensorFlow and Keras (.ci/oldest.txt)
 # make test-backends   the equivalence cases, and more, with Keras on JAX and on torch, without TensorFlow (.ci/backends.txt)
+# make test-differential  compares the package with that of version 0.2.0 on random cases, on each backend (half an hour)
 # make test-hub        models of KerasHub: one with LoRA, as a script and as a notebook, and three in which no examples meet
 #                      (keras-hub brings tensorflow-text, and that TensorFlow)
 # make test-tf1        GradientAccumulator's tests with TensorFlow 1.14 (.ci/tf1.txt), from the built wheel; needs Python 3.7
@@ -22,7 +23,7 @@
 # Each target makes the environment that it needs from a Python found here. To choose one: make test PYTHON=/path/to/python
 
 PHONY_DOCS = pictures docs docs-serve test-docs test-install
-.PHONY: $(PHONY_DOCS) demo test check environments pytest test-all test-oldest test-backends test-jax test-torch test-hub test-tf1 pytest-tf1 mutants bench bench-peers bench-replicas clean
+.PHONY: $(PHONY_DOCS) demo test check environments pytest test-all test-oldest test-backends test-jax test-torch test-differential test-hub test-tf1 pytest-tf1 mutants bench bench-peers bench-replicas clean
 .DEFAULT_GOAL := test
 
 export TF_CPP_MIN_LOG_LEVEL ?= 2
@@ -97,6 +98,15 @@ test-backends: test-jax test-torch
 
 test-jax test-torch: test-%: .venv-%/test-installed
 	KERAS_BACKEND=$* .venv-$*/bin/python $(PYTEST) $(ON_BACKENDS)
+
+# How many cases on each backend, and which: make test-differential CASES=20 SEED=1000
+CASES ?= 100
+SEED ?= 0
+
+test-differential: .venv/dev-installed .venv-jax/test-installed .venv-torch/test-installed
+	@status=0; for pair in tensorflow:.venv jax:.venv-jax torch:.venv-torch; do \
+		$${pair#*:}/bin/python tests/differential --backend $${pair%%:*} --cases $(CASES) --seed $(SEED) || status=1; \
+	done; exit $$status
 
 test-hub: .venv-hub/installed
 	.venv-hub/bin/python -m pytest -m "" -k "lora or keras_hub" tests/processes/test_run.py tests/processes/test_notebooks.py tests/fit/test_interaction.py

@@ -32,7 +32,7 @@ if BACKEND == "jax" and "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 # A command, and scripts that tests run.
-collect_ignore = ["mutants", "processes/scripts"]
+collect_ignore = ["differential", "mutants", "processes/scripts"]
 
 OTHERS = {"tensorflow", "jax", "torch"} - {BACKEND}
 IMPORTS_ANOTHER = re.compile(rf"^(import|from) ({'|'.join(OTHERS)})\w*\b", re.MULTILINE)

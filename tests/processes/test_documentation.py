@@ -1,33 +1,27 @@
-"""Each block of code in README and docs, pasted into an empty file, in a process of its own.
-
-A line before a block may say more: <!-- thorough --> or <!-- not run: why -->.
-"""
+"""Each block of code in README and docs, pasted into an empty file, in a process of its own."""
 
 import pathlib
 import re
 
 import fresh
 import pytest
+from pages import blocks_of
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
-BLOCK = re.compile(r"(?:^<!-- (thorough|not run: .+?) -->\n)?^```(\w+)\n(.*?)^```$", re.M | re.S)
 
 
 def blocks():
     for page in PAGES:
-        text = page.read_text()
-        for found in BLOCK.finditer(text):
-            mark, language, code = found.groups()
-            line = text.count("\n", 0, found.start(3)) + 1
-            yield f"{page.relative_to(ROOT)}:{line}", mark or "", language, code
+        for block in blocks_of(page.read_text()):
+            yield f"{page.relative_to(ROOT)}:{block.line}", block
 
 
 def runnable():
-    for name, mark, language, code in blocks():
-        if language == "python" and not mark.startswith("not run"):
-            marks = [pytest.mark.thorough] if mark == "thorough" else []
-            yield pytest.param(code, id=name, marks=marks)
+    for name, block in blocks():
+        if block.runs:
+            marks = [pytest.mark.thorough] if block.mark == "thorough" else []
+            yield pytest.param(block.code, id=name, marks=marks)
 
 
 @pytest.mark.parametrize("code", list(runnable()))
@@ -41,11 +35,11 @@ def test_a_block_runs_by_itself(code, tmp_path, monkeypatch):
 
 def test_code_has_a_language_that_decides_whether_it_runs():
     """Code under another name, such as `py`, would pass by the test above."""
-    assert {language for _, _, language, _ in blocks()} <= {"python", "sh", "text", "toml", "yaml"}
+    assert {each.language for _, each in blocks()} <= {"python", "sh", "text", "toml", "yaml"}
 
 
 def test_few_blocks_are_not_run():
-    left_out = [name for name, mark, *_ in blocks() if mark.startswith("not run")]
+    left_out = [name for name, block in blocks() if block.mark.startswith("not run")]
     assert all(re.match(r"docs/(scaling|coming-from)\.md", name) for name in left_out), left_out
 
 

@@ -160,8 +160,9 @@ def assert_same_history(left, right, tolerance=1e-10):
         np.testing.assert_allclose(values, right[name], rtol=tolerance, err_msg=name)
 
 
-def _is_lambda(value):
-    return getattr(value, "__name__", "") == "<lambda>"
+def made(value):
+    """What a lambda makes, and anything else as it is."""
+    return value() if getattr(value, "__name__", "") == "<lambda>" else value
 
 
 def train(
@@ -186,14 +187,14 @@ def train(
     keras.utils.set_random_seed(7)
     with scope or contextlib.nullcontext():
         model = build()
-        arguments = {k: v() if _is_lambda(v) else v for k, v in {"loss": "mse", **compiled}.items()}
+        arguments = {k: made(v) for k, v in {"loss": "mse", **compiled}.items()}
         model.compile(optimizer=optimizer(), **arguments)
     if before:
         before(model)
     if cut:
         macrobatch.accumulate(model, **cut)
     start = [array(w) for w in model.trainable_weights]
-    x = x() if _is_lambda(x) else x
+    x = made(x)
     arguments = dict(fit or {})
     if isinstance(x, (np.ndarray, list, dict)):
         arguments.setdefault("batch_size", batch_size)
