@@ -123,8 +123,8 @@ def accumulate(
         batch_checks.free_lengths(inputs_of(model), cut.axis)
     optimizer = getattr(model, "optimizer", None)
     _optimizer_checks.sees_overflows(optimizer, nonfinite, "update")
-    # What takes a model looks at methods of its own, and may refuse them. The model then stays as
-    # it is.
+    # The constructor may refuse the model for its own methods. It must not see ours in their
+    # place, and a model that is refused stays as it was.
     with _own_methods(model):
         accumulation = _room().Accumulation(
             model, cut, weight, nonfinite, memory_limit, of_whole_batch
